@@ -1,0 +1,279 @@
+"""Every option of a run: typed, frozen, documented. No torch here: a login node reads this in milliseconds.
+
+An option is addressed as `section.field`. `configs/compose.py` reads YAML and `key=value` into these classes; rules that
+involve several fields stand in `configs/rules.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, in which precision, on which kernels."""
+
+    path: str | None = None
+    """Folder with a model in transformers' format. Exactly one of `path` and `build` is given."""
+    build: dict[str, Any] = field(default_factory=dict)
+    """A transformers configuration (`model_type`, `text_config`, ...) from which a model with random weights is made."""
+    seed: int = 0
+    """Seed of the random weights of `build`."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of the frozen weights and of computing. Trainable parameters are float32 masters in either case."""
+    attention: Literal["auto", "merged", "flex", "dense"] = "auto"
+    """Kernels of tree attention: merged dense pieces, FlexAttention (CUDA only), or the dense reference."""
+    deltanet: Literal["auto", "reference", "fla"] = "auto"
+    """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only)."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the examples are and what to do with bad ones."""
+
+    train: str = ""
+    """Chat JSONL file with the training examples. Relative paths are relative to the working folder at submit."""
+    heldout: str | None = None
+    """Chat JSONL file with held-out examples."""
+    prepare: Literal["none", "digits"] = "none"
+    """Demonstration data to write beside `train` before anything else, where it is not there yet."""
+    on_bad_example: Literal["stop", "skip"] = "stop"
+    """`stop`: a bad example ends the plan with file and line. `skip`: all ranks leave it out, the report counts it."""
+    max_example_tokens: int | None = None
+    """Longest example that is accepted, in tokens; none: `pack.max_positions`. Nothing is ever truncated."""
+
+
+@dataclass(frozen=True)
+class PackConfig:
+    """How examples are grouped into buffers."""
+
+    mode: Literal["shared", "standalone"] = "shared"
+    """`shared`: prefixes once per pack. `standalone`: one example per buffer, the baseline."""
+    max_positions: int = 8192
+    """Most positions (tokens physically in the buffer) of one pack."""
+    min_shared: int = 16
+    """A shared beginning becomes a segment of its own where that saves at least so many tokens."""
+    packs_per_update: int | None = None
+    """Packs in one update, over all ranks together (a multiple of the ranks). Give this or `examples_per_update`."""
+    examples_per_update: int | None = None
+    """Examples in one update, over all ranks together; the plan finds the packs."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA, through PEFT; used where `train.trainable` is `adapter`."""
+
+    rank: int = 8
+    """Rank of the adapters."""
+    alpha: float = 16.0
+    """LoRA's alpha: the update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on an adapter's input, drawn from (run, update, pack, layer, module)."""
+    targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"])
+    """Names of the linear modules of the language model that get an adapter."""
+    merger: bool = True
+    """Train the vision tower's merger too (all of its tensors); without effect on a text model."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimisation."""
+
+    trainable: Literal["adapter", "all"] = "adapter"
+    """`adapter`: LoRA and the merger. `all`: every parameter, the vision tower included."""
+    lr: float = 2e-4
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after warm-up."""
+    warmup_updates: int = 10
+    """Updates over which the learning rate rises linearly from 0."""
+    updates: int | None = None
+    """Updates to train. Give this or `epochs`."""
+    epochs: float | None = None
+    """Passes over the training examples. Give this or `updates`."""
+    beta1: float = 0.9
+    """AdamW's first decay."""
+    beta2: float = 0.95
+    """AdamW's second decay."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them."""
+    weighting: Literal["example", "token"] = "example"
+    """`example`: every example weighs the same. `token`: every target token does."""
+    loss_chunk_rows: int = 4096
+    """Prediction rows that go through the head at a time."""
+    save_every: int = 50
+    """Updates between checkpoints; 0: only at the end or when asked to stop."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    threads: int = 1
+    """CPU threads per rank. Recorded: bit-equal resuming needs the same number."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is kept between forward and backward."""
+
+    recompute: bool = True
+    """Keep only the input of each decoder layer and recompute the rest in backward."""
+    offload: str = "none"
+    """`auto`, `none`, or a number of layers whose inputs wait in pinned host memory."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Held-out quality."""
+
+    every: int = 0
+    """Updates between evaluations; 0: only at the end."""
+    examples: int | None = None
+    """Held-out examples that are used; none: all."""
+    generate: bool = True
+    """Also generate answers (the prefix is computed once) and count exact matches."""
+    max_new_tokens: int = 64
+    """Most tokens of a generated answer."""
+    chance: float | None = None
+    """Accuracy that guessing would reach; printed beside the measured one."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """The run's check of itself against transformers' own model."""
+
+    examples: int = 0
+    """Held-out examples that are compared at the end of training; 0: none (`prefix-train verify RUN` works anyway)."""
+    mean_loss: float | None = None
+    """Bound on the difference of mean losses; none: 1e-5 in float32, 2e-4 in bfloat16."""
+    example_mean: float | None = None
+    """Bound on the mean difference per example; none: 1e-5 in float32, 0.007 in bfloat16."""
+    example_max: float | None = None
+    """Bound on the largest difference of one example; none: 1e-4 in float32, 0.04 in bfloat16."""
+    gradient: float | None = None
+    """Bound on each gradient tensor's relative difference, float32 only; none: 1e-4."""
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """When a rank counts as stuck. Seconds, per phase."""
+
+    poll_s: float = 1.0
+    """How often a watcher reads the heartbeats."""
+    load_s: float = 1800.0
+    """Longest loading of model and data."""
+    first_update_s: float = 3600.0
+    """Longest first update of a process: compiling and autotuning belong here."""
+    floor_s: float = 30.0
+    """No later update is called stuck before this."""
+    factor: float = 2.0
+    """An update is stuck after max(floor_s, factor x the 99th percentile of the run's own updates)."""
+    save_s: float = 1800.0
+    """Longest checkpoint."""
+    evaluate_s: float = 3600.0
+    """Longest evaluation."""
+    sample_gap_s: float = 5.0
+    """Time between the two rounds of stack samples, which must agree."""
+    collective_timeout_s: float = 7200.0
+    """Timeout of the process group: longer than every deadline above, so that the watcher speaks first."""
+
+
+@dataclass(frozen=True)
+class PreflightConfig:
+    """The gate before training."""
+
+    enabled: bool = True
+    """Without preflight a job starts on whatever it finds."""
+    deadline_s: float = 120.0
+    """A node that has not answered by then is `silent`."""
+    packages: list[str] = field(default_factory=list)
+    """Packages to compare besides those that always matter."""
+    allow: list[str] = field(default_factory=list)
+    """Findings that do not stop the job, by name; each is shown in the report."""
+    min_free_disk_gib: float = 1.0
+    """Least free space of the run folder's file system."""
+    min_free_memory_gib: float = 1.0
+    """Least available memory of a node."""
+    on_bad_node: Literal["stop", "exclude"] = "stop"
+    """`exclude` resubmits once without the bad nodes."""
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """What Slurm is asked for. Text is passed on letter by letter."""
+
+    partition: str | None = None
+    """Partition."""
+    account: str | None = None
+    """Account that is charged."""
+    qos: str | None = None
+    """Quality of service."""
+    nodes: int = 1
+    """Nodes."""
+    tasks_per_node: int = 2
+    """Ranks per node: one per GPU, or a number of CPU ranks."""
+    gpus_per_node: int = 0
+    """GPUs per node; 0: the ranks compute on the CPU."""
+    cpus_per_task: int = 1
+    """CPUs per rank."""
+    mem: str | None = None
+    """Memory per node, as Slurm writes it (`64G`)."""
+    time: str = "1:00:00"
+    """Time limit, as Slurm writes it: minutes, `h:mm:ss` or `d-h:mm:ss`."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    reservation: str | None = None
+    """Reservation."""
+    exclude: str | None = None
+    """Nodes to leave out."""
+    nodelist: str | None = None
+    """Nodes to use."""
+    dependency: str | None = None
+    """Jobs to wait for."""
+    comment: str | None = None
+    """Comment."""
+    mail_user: str | None = None
+    """Who gets mail."""
+    mail_type: str | None = None
+    """Mail about what."""
+    container_image: str | None = None
+    """Container image (pyxis)."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines to run first (`module load ...`); a failing one ends the job."""
+    signal_delay_s: int = 90
+    """How long before the time limit the job is told to save."""
+    max_requeues: int = 3
+    """Most requeues for failures; requeues for time or preemption are not counted."""
+    extra: dict[str, str] = field(default_factory=dict)
+    """Any other sbatch option, by its long name."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One complete run."""
+
+    name: str = "run"
+    """Part of the run folder's name."""
+    seed: int = 0
+    """Seed of order, packing, adapters and dropout."""
+    cluster: Literal["slurm", "local", "debug"] = "slurm"
+    """`slurm`; `local`: submitit's local executor on this machine; `debug`: in this process."""
+    engine: Literal["sharded", "stream"] = "sharded"
+    """`sharded`: FSDP2. `stream`: frozen weights pass through the GPU block by block."""
+    run_root: str = "runs"
+    """Folder that the run folders are made in."""
+    trackers: list[str] = field(default_factory=list)
+    """Experiment trackers besides metrics.jsonl and TensorBoard, by Accelerate's names."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
