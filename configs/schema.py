@@ -1,7 +1,7 @@
 """Every option of a run: typed, frozen, documented. No torch here: a login node reads this in milliseconds.
 
-An option is addressed as `section.field`. `configs/compose.py` reads YAML and `key=value` into these classes; rules that
-involve several fields stand in `configs/rules.py`.
+An option is addressed as `section.field`. `configs/compose.py` reads YAML and `key=value` into these classes;
+rules that involve several fields stand in `configs/rules.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ModelConfig:
     path: str | None = None
     """Folder with a model in transformers' format. Exactly one of `path` and `build` is given."""
     build: dict[str, Any] = field(default_factory=dict)
-    """A transformers configuration (`model_type`, `text_config`, ...) from which a model with random weights is made."""
+    """A transformers configuration (`model_type`, `text_config`, ...): a model with random weights is made of it."""
     seed: int = 0
     """Seed of the random weights of `build`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -8,6 +8,7 @@ tuples, dicts and lists among a forward's keywords at every sharded module.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ class Layout:
         flat = torch.cat([table.reshape(-1).to(torch.int64) for table in tables])
         if torch.device(device).type == "cuda":
             flat = flat.pin_memory()
-        moved = flat.to(device, non_blocking=non_blocking).split([table.numel() for table in tables])
+        moved = torch.split(flat.to(device, non_blocking=non_blocking), [table.numel() for table in tables])
         return self._with_tables([new.view(old.shape).to(old.dtype) for new, old in zip(moved, tables, strict=True)])
 
     def visible(self) -> Tensor:
@@ -152,7 +153,9 @@ class Layout:
             open_path.append(segment)
 
     def _lay_out_segments(self) -> None:
-        starts, depths, start = [], [], 0
+        starts: list[int] = []
+        depths: list[int] = []
+        start = 0
         for length, parent in zip(self.lengths, self.parents, strict=True):
             starts.append(start)
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -171,7 +174,8 @@ class Layout:
     def _build_token_tables(self) -> None:
         lengths = torch.tensor(self.lengths)
         self.segment_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        before, history = [], []
+        before: list[int] = []
+        history: list[list[int]] = []
         for start, length, parent in zip(self.starts, self.lengths, self.parents, strict=True):
             before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
             own = list(range(max(start, start + length - MAX_HISTORY), start + length))
@@ -191,7 +195,7 @@ class Layout:
             level = Level()
             level.segments, level.lengths = segments, tuple(self.lengths[s] for s in segments)
             ranges = [(self.starts[s], self.starts[s] + self.lengths[s]) for s in segments]
-            adjacent = all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+            adjacent = all(left[1] == right[0] for left, right in pairwise(ranges))
             level.span = (ranges[0][0], ranges[-1][1]) if adjacent else None
             level.rows = torch.cat([torch.arange(*pair) for pair in ranges])
             level.cu_seqlens_cpu = torch.tensor([0, *level.lengths]).cumsum(0).to(torch.int32)
