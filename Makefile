@@ -1,0 +1,38 @@
+# Every target sets itself up in .venv. Needs Python 3.11 or newer; nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test test-all lint replays bench-cpu clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[test]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python -m slurm.submit configs/digits.yaml cluster=local
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow and not gpu'
+
+test-all: test
+	$(BIN)/pytest -m 'slow and not gpu'
+
+replays: $(READY)
+	$(BIN)/pytest --replays -n 2 --dist loadgroup -m 'not gpu'
+
+bench-cpu: $(READY)
+	$(BIN)/prefix-train bench cpu --out tests/bench/results/cpu.json
+
+clean:
+	rm -rf .venv build *.egg-info

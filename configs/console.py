@@ -1,0 +1,46 @@
+"""How every command of the suite ends: exit status, and one line for a user's mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import typer
+
+from configs.errors import UserError
+
+USER_MISTAKE = 2
+"""Exit status for what the user can fix; 1 means anything else went wrong."""
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""What typer raises for unknown options and missing arguments."""
+
+
+def make_app(help_text: str) -> typer.Typer:
+    """A typer application that leaves errors to `run`."""
+    return typer.Typer(help=help_text, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def run(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
+    """Run `app` and exit: 0, the command's own status, or 2 and one line on stderr for a user's mistake."""
+    try:
+        status = app(args=list(argv) if argv is not None else None, standalone_mode=False)
+    except UserError as mistake:
+        _complain(str(mistake))
+    except UsageError as mistake:
+        _complain(f"{getattr(mistake, 'message', mistake)} (see --help)")
+    except typer.Abort:
+        sys.exit(130)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document as one line: the last line of a command's standard output under --json."""
+    print(json.dumps(document, allow_nan=False, ensure_ascii=False), flush=True)
+
+
+def _complain(line: str) -> NoReturn:
+    print("error: " + " ".join(line.split()), file=sys.stderr, flush=True)
+    sys.exit(USER_MISTAKE)
