@@ -1,0 +1,111 @@
+"""`python -m preflight run | judge | show`: exit status 0 only when the job may go on, 1 when it may not."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from configs import runfolder
+from configs.console import make_app, print_json, run
+from configs.errors import UserError
+from configs.schema import PreflightConfig
+from preflight import report
+from preflight.judge import Verdict, judge
+from preflight.states import Finding, NodeReport
+
+app = make_app("Is every node what it claims to be? Example: python -m preflight run")
+
+RunFolder = Annotated[Path | None, typer.Argument(help="Run folder; without one, this machine is checked by itself.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
+
+
+@app.command("run")
+def run_command(
+    run_folder: RunFolder = None,
+    package: Annotated[list[str] | None, typer.Option(help="Check this package too (repeat).")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds until a check counts as silent.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Check this node. With a run folder its file is left there for `judge`; else the report is printed."""
+    from preflight.collect import collect
+
+    options, broken = _options(run_folder)
+    options = dataclasses.replace(
+        options,
+        packages=[*options.packages, *(package or [])],
+        deadline_s=options.deadline_s if deadline is None else deadline,
+    )
+    found = collect(options, run_folder or Path.cwd())
+    found = dataclasses.replace(found, findings=(*broken, *found.findings))
+    if run_folder is not None:
+        runfolder.write_json(
+            _folder(run_folder) / f"{quote(found.node, safe='')}.json", found.to_json(), run=run_folder
+        )
+    return _print(judge([found], [found.node], options.allow), as_json)
+
+
+@app.command("judge")
+def judge_command(
+    run_folder: Annotated[Path, typer.Argument(help="Run folder.")],
+    nodes: Annotated[str, typer.Option(help="Nodes that should have answered, separated by commas.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Compare all nodes' files and write report.txt, report.json and report.html."""
+    folder = _folder(run_folder)
+    files = sorted(path for path in folder.glob("*.json") if path.name != "report.json")
+    expected = [name for name in nodes.split(",") if name]
+    if not files and not expected:
+        raise UserError(
+            f"no node has answered in {folder}: run `python -m preflight run {run_folder}` on each node first"
+        )
+    reports = [NodeReport.from_json(runfolder.read_json(path)) for path in files]
+    options, broken = _options(run_folder)
+    if broken:
+        reports.append(NodeReport("judge", tuple(broken)))
+    verdict = judge(reports, expected, options.allow)
+    runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
+    runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
+    runfolder.write_text(folder / "report.txt", report.text(verdict), run=run_folder)
+    return _print(verdict, as_json)
+
+
+@app.command("show")
+def show_command(run_folder: Annotated[Path, typer.Argument(help="Run folder.")]) -> int:
+    """Print the last report."""
+    path = _folder(run_folder) / "report.txt"
+    if not path.exists():
+        raise UserError(f"{path} does not exist: run `python -m preflight judge {run_folder}` first")
+    shown = path.read_text(encoding="utf-8")
+    sys.stdout.write(shown)
+    return 0 if shown.startswith("PASS") else 1
+
+
+def _options(run_folder: Path | None) -> tuple[PreflightConfig, list[Finding]]:
+    """The run's options. What reads them may itself be what is wrong with this node: that is a finding, not a crash."""
+    if run_folder is None:
+        return PreflightConfig(), []
+    try:
+        from configs.compose import from_run
+    except ImportError as error:
+        return PreflightConfig(), [Finding("preflight.config", "broken", f"config.yaml cannot be read here: {error}")]
+    return from_run(run_folder).preflight, []
+
+
+def _folder(run_folder: Path) -> Path:
+    return run_folder / runfolder.PREFLIGHT / str(runfolder.current_attempt(run_folder))
+
+
+def _print(verdict: Verdict, as_json: bool) -> int:
+    sys.stdout.write(report.text(verdict))
+    if as_json:
+        print_json(report.document(verdict))
+    return 0 if verdict.passed else 1
+
+
+if __name__ == "__main__":
+    run(app)

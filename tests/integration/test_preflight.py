@@ -1,0 +1,85 @@
+"""`python -m preflight run` on this machine, with faults planted on its path."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import PreflightConfig
+from preflight import collect
+from preflight.programs import ask
+
+ROOT = Path(__file__).parents[2]
+
+
+def preflight(*arguments: str, path: Path | None = None) -> tuple[int, str, dict[str, Any]]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(path or ""), str(ROOT)]))}
+    ran = subprocess.run(
+        [sys.executable, "-m", "preflight", *arguments], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert ran.stdout, ran.stderr
+    return ran.returncode, ran.stdout, json.loads(ran.stdout.splitlines()[-1])
+
+
+def plant(folder: Path, package: str, source: str) -> Path:
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").write_text(source)
+    return folder
+
+
+def test_this_machine_passes() -> None:
+    status, printed, document = preflight("run", "--json")
+    assert status == 0, printed
+    assert printed.startswith("PASS")
+    checks = {finding["check"] for finding in document["nodes"][0]["findings"]}
+    assert {"import.torch", "import.transformers", "torch.backends", "host.name", "host.disk"} <= checks
+
+
+def test_planted_modules_are_found_and_blamed_one_by_one(tmp_path: Path) -> None:
+    path = plant(tmp_path, "omegaconf", "__version__ = '9.9'")
+    plant(path, "tilelang", "raise OSError('libz3.so: cannot open shared object file')")
+    plant(path, "causal_conv1d", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    status, printed, document = preflight("run", "--json", path=path)
+    assert status == 1
+    assert printed.startswith("FAIL")
+    by_check = {problem["finding"]["check"]: problem["finding"]["found"] for problem in document["problems"]}
+    assert by_check.keys() == {"import.omegaconf", "import.tilelang", "import.causal_conv1d"}
+    assert str(path / "omegaconf") in by_check["import.omegaconf"]
+    assert "libz3" in by_check["import.tilelang"]
+    assert "signal 11" in by_check["import.causal_conv1d"]
+
+
+def test_an_import_that_hangs_is_silent_and_costs_its_deadline_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = plant(tmp_path, "hanging_module", "import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path), str(ROOT)]))
+    monkeypatch.setattr("preflight.imports.REQUIRED", ("numpy",))
+    monkeypatch.setattr("preflight.imports.OPTIONAL", ())
+    options = PreflightConfig(packages=["hanging_module"], deadline_s=4)
+    began = time.monotonic()
+    findings = collect.check_packages(collect.Setting(options, tmp_path, began + options.deadline_s))
+    assert time.monotonic() - began < 8
+    assert [(finding.check, finding.state) for finding in findings] == [
+        ("import.numpy", "pass"),
+        ("import.hanging_module", "silent"),
+    ]
+
+
+def test_a_deadline_ends_grandchildren_too(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    child = f"import time, pathlib\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.1)"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    answer = ask([sys.executable, "-c", program], 2.0)
+    assert answer.status is None
+    assert alive.exists()
+    alive.unlink()
+    time.sleep(0.5)
+    assert not alive.exists()
