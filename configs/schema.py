@@ -277,3 +277,8 @@ class Config:
     watch: WatchConfig = field(default_factory=WatchConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that train together."""
+        return 1 if self.cluster == "debug" else self.slurm.nodes * self.slurm.tasks_per_node

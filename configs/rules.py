@@ -1,0 +1,191 @@
+"""Rules beyond an option's type. Each error says what to change; no value is ever rewritten."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from operator import attrgetter
+
+from configs.errors import UserError
+from configs.schema import Config
+
+AT_LEAST: dict[str, float] = {
+    "pack.max_positions": 1,
+    "pack.min_shared": 1,
+    "pack.packs_per_update": 1,
+    "pack.examples_per_update": 1,
+    "data.max_example_tokens": 1,
+    "adapter.rank": 1,
+    "train.lr": 0,
+    "train.warmup_updates": 0,
+    "train.updates": 1,
+    "train.eps": 0,
+    "train.weight_decay": 0,
+    "train.clip_norm": 0,
+    "train.loss_chunk_rows": 1,
+    "train.save_every": 0,
+    "train.keep_checkpoints": 1,
+    "train.threads": 1,
+    "evaluate.every": 0,
+    "evaluate.examples": 1,
+    "evaluate.max_new_tokens": 1,
+    "verify.examples": 0,
+    "watch.factor": 1,
+    "preflight.deadline_s": 1,
+    "slurm.nodes": 1,
+    "slurm.tasks_per_node": 1,
+    "slurm.gpus_per_node": 0,
+    "slurm.cpus_per_task": 1,
+    "slurm.signal_delay_s": 0,
+    "slurm.max_requeues": 0,
+}
+ABOVE_ZERO = (
+    "train.epochs",
+    "watch.poll_s",
+    "watch.load_s",
+    "watch.first_update_s",
+    "watch.floor_s",
+    "watch.save_s",
+    "watch.evaluate_s",
+    "watch.sample_gap_s",
+)
+FRACTIONS = ("adapter.dropout", "train.beta1", "train.beta2")
+
+DEADLINES = ("load_s", "first_update_s", "floor_s", "save_s", "evaluate_s")
+
+SLURM_TEXT = (
+    *("partition", "account", "qos", "mem", "time", "constraint", "reservation", "exclude", "nodelist"),
+    *("dependency", "comment", "mail_user", "mail_type", "container_image"),
+)
+
+WRITTEN_BY_SUBMIT = frozenset({"job-name", "output", "error", "open-mode", "signal", "array", "wrap", "requeue"})
+"""sbatch options that the suite itself depends on; `slurm.extra` may not change them."""
+
+SIGNAL_SLACK_S = 60
+"""Slurm looks at time limits now and then: its warning comes up to this much earlier than it was asked to."""
+
+
+def check(config: Config, source: str) -> None:
+    """Raise UserError, beginning with `source`, for the first broken rule."""
+    for broken in _broken(config):
+        raise UserError(f"{source}: {broken}")
+
+
+def time_limit_s(text: str) -> int:
+    """Seconds of a time limit as Slurm writes it: `m`, `m:s`, `h:m:s`, `d-h`, `d-h:m`, `d-h:m:s`. ValueError else."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time limit")
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    units = (3600, 60, 1) if days is not None or len(numbers) == 3 else (60, 1, 0)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+
+
+def _broken(config: Config) -> Iterator[str]:
+    yield from _ranges(config)
+    yield from _choices(config)
+    yield from _shape(config)
+    yield from _watching(config)
+    if config.cluster == "slurm":
+        yield from _sbatch(config)
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for key, least in AT_LEAST.items():
+        value = attrgetter(key)(config)
+        if value is not None and value < least:
+            yield f"{key} is {value}: give {least} or more"
+    for key in ABOVE_ZERO:
+        value = attrgetter(key)(config)
+        if value is not None and value <= 0:
+            yield f"{key} is {value}: give more than 0"
+    for key in FRACTIONS:
+        if not 0 <= (value := attrgetter(key)(config)) < 1:
+            yield f"{key} is {value}: give a number from 0 up to, not including, 1"
+
+
+def _choices(config: Config) -> Iterator[str]:
+    """What has to be given, and what only in one of several ways."""
+    if (config.model.path is None) == (not config.model.build):
+        found = "neither" if config.model.path is None else "both"
+        yield f"give model.path or model.build; {found} is there"
+    if not config.data.train:
+        yield "give data.train, the file with the training examples"
+    pack, train = config.pack, config.train
+    if (pack.packs_per_update is None) == (pack.examples_per_update is None):
+        found = "neither" if pack.packs_per_update is None else "both"
+        yield f"give pack.packs_per_update or pack.examples_per_update; {found} is there"
+    if (train.updates is None) == (train.epochs is None):
+        found = "neither" if train.updates is None else "both"
+        yield f"give train.updates or train.epochs; {found} is there"
+    if train.trainable == "adapter" and not config.adapter.targets:
+        yield "adapter.targets is empty: name modules, or set train.trainable=all"
+    if config.data.heldout is None:
+        if config.evaluate.every:
+            yield "evaluate.every needs held-out examples: give data.heldout or set evaluate.every=0"
+        if config.verify.examples:
+            yield "verify.examples needs held-out examples: give data.heldout or set verify.examples=0"
+    if config.memory.offload not in ("auto", "none") and not re.fullmatch(r"[1-9]\d*", config.memory.offload):
+        yield f"memory.offload is {config.memory.offload!r}: give auto, none or a number of layers"
+
+
+def _shape(config: Config) -> Iterator[str]:
+    """Ranks, nodes and devices fit each other."""
+    slurm, packs = config.slurm, config.pack.packs_per_update
+    if config.cluster != "slurm" and slurm.nodes != 1:
+        yield f"cluster={config.cluster} is this machine alone: set slurm.nodes=1 instead of {slurm.nodes}"
+    if packs is not None and packs % config.ranks:
+        more = -(-packs // config.ranks) * config.ranks
+        yield f"pack.packs_per_update={packs} is no multiple of the {config.ranks} ranks: give for example {more}"
+    if slurm.gpus_per_node and config.cluster != "debug" and slurm.gpus_per_node != slurm.tasks_per_node:
+        yield (
+            f"slurm.gpus_per_node={slurm.gpus_per_node} with slurm.tasks_per_node={slurm.tasks_per_node}: "
+            "there is one rank per GPU, so give both the same number"
+        )
+    if not slurm.gpus_per_node:
+        for key, needs in (("model.attention", "flex"), ("model.deltanet", "fla")):
+            if attrgetter(key)(config) == needs:
+                yield f"{key}={needs} needs GPUs: give slurm.gpus_per_node, or set {key}=auto"
+
+
+def _watching(config: Config) -> Iterator[str]:
+    watch = config.watch
+    longest = max(DEADLINES, key=lambda name: float(getattr(watch, name)))
+    if watch.collective_timeout_s <= (seconds := getattr(watch, longest)):
+        yield (
+            f"watch.collective_timeout_s={watch.collective_timeout_s:g} is not longer than "
+            f"watch.{longest}={seconds:g}: give more, so that the watcher speaks first"
+        )
+
+
+def _sbatch(config: Config) -> Iterator[str]:
+    slurm = config.slurm
+    texts = {f"slurm.{name}": getattr(slurm, name) for name in SLURM_TEXT}
+    texts |= {f"slurm.extra.{name}": text for name, text in slurm.extra.items()}
+    for key, text in texts.items():
+        if text is not None and any(unicodedata.category(letter) == "Cc" for letter in text):
+            yield f"{key} holds a line break or another control character: an sbatch line can't"
+    own = set(SLURM_TEXT) | {"nodes", "gpus_per_node", "cpus_per_task"}
+    for name, text in slurm.extra.items():
+        if name.replace("-", "_") in own:
+            yield f"slurm.extra.{name}: use slurm.{name.replace('-', '_')} instead"
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            yield f"slurm.extra.{name} is no long name of an sbatch option"
+        if name in WRITTEN_BY_SUBMIT:
+            yield f"slurm.extra.{name}: the suite sets --{name} itself"
+        if name == "ntasks-per-node":
+            yield "slurm.extra.ntasks-per-node: use slurm.tasks_per_node instead"
+        if name == "export" and text.split(",")[0] != "ALL":
+            yield f"slurm.extra.export={text}: begin with ALL, else the steps of the job have no PATH"
+    try:
+        limit = time_limit_s(slurm.time)
+    except ValueError:
+        yield f"slurm.time is {slurm.time!r}: write minutes, h:mm:ss or d-h:mm:ss"
+        return
+    if limit <= (told := slurm.signal_delay_s + SIGNAL_SLACK_S):
+        yield (
+            f"slurm.time={slurm.time} is {limit} s, but the job is told to save up to {told} s before its end "
+            "(slurm.signal_delay_s + 60): give more time or a shorter signal_delay_s"
+        )
