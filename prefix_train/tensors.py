@@ -1,0 +1,124 @@
+"""Named tensors: gathered from shards, sharded again, hashed, read strictly, compared by name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class TensorError(RuntimeError):
+    """Tensors that are not those that were asked for: which file, which names, what instead."""
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def read_tensors(path: Path, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a safetensors file, one at a time, in the order of `wanted`, on the CPU.
+
+    Raises TensorError where the file's names or shapes (before the first tensor) or dtypes are not those of `wanted`.
+    """
+    try:
+        with safe_open(path, framework="pt") as stored:
+            check_names(str(path), stored.keys(), wanted)
+            for name, tensor in wanted.items():
+                shape = tuple(stored.get_slice(name).get_shape())
+                if shape != tuple(tensor.shape):
+                    raise TensorError(f"{path}: {name} has shape {shape}, the model's has {tuple(tensor.shape)}")
+            for name, tensor in wanted.items():
+                whole = stored.get_tensor(name)
+                if whole.dtype != tensor.dtype:
+                    raise TensorError(f"{path}: {name} is {whole.dtype}, the model's is {tensor.dtype}")
+                yield name, whole
+    except SafetensorError as error:
+        raise TensorError(f"{path}: {error}") from error
+
+
+def check_names(where: str, found: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raise TensorError with what is missing and what is unexpected, unless both hold the same names."""
+    have, want = set(found), set(wanted)
+    if have != want:
+        raise TensorError(
+            f"{where} does not hold exactly the {len(want)} trained tensors: "
+            f"missing {_some(want - have)}, unexpected {_some(have - want)}"
+        )
+
+
+def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Full copies of sharded or plain tensors, on rank 0's CPU; nothing on other ranks. Every rank calls it."""
+    gathered = {}
+    for name, tensor in named.items():
+        whole = tensor.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        if rank() == 0:
+            gathered[name] = whole.to("cpu", copy=True).contiguous()
+    return gathered
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, whatever their order."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; sharded parameters share its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `whole`, placed as `like` is; no rank waits for another."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file and wait until it is on the disk. Raises OSError where that fails."""
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from error
+    sync(path)
+
+
+def _some(names: Iterable[str], shown: int = 3) -> str:
+    ordered = sorted(names)
+    more = f", ... ({len(ordered)} in all)" if len(ordered) > shown else ""
+    return ", ".join(ordered[:shown]) + more if ordered else "none"
