@@ -1,0 +1,89 @@
+"""Greedy answers with the prefix computed once equal transformers' plain `generate`, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from prefix_train import digits, generate, tiny
+from prefix_train.data import Examples, load_examples
+from prefix_train.render import Example, Renderer
+from tests.tiny_vision import BUILD
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    digits.write_digits(folder)
+    return folder
+
+
+def random_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Large enough that answers differ from each other and no state decays at once."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+            if name.endswith("A_log"):
+                parameter.fill_(-3.0)
+    return model.eval()
+
+
+def plain(model: PreTrainedModel, example: Example, end: list[int]) -> list[int]:
+    """One prompt through transformers alone."""
+    length = example.prompt_length
+    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(example.ids[:length].copy())[None]}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    if example.images:
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate([image.load() for image in example.images]))
+        inputs["image_grid_thw"] = torch.tensor([image.grid for image in example.images])
+        inputs["mm_token_type_ids"] = torch.from_numpy((example.keys[:length] < 0).astype(np.int64))[None]
+    answer = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, eos_token_id=end, pad_token_id=0)
+    return answer[0, length:].tolist()
+
+
+def some_of_each(folder: Path, renderer: Renderer) -> Examples:
+    found = load_examples(folder / "heldout.jsonl", renderer, 8192)
+    by_length: dict[int, list[Example]] = {}
+    for example in found:
+        by_length.setdefault(example.prompt_length, []).append(example)
+    assert len(by_length) >= 2, "two instruction sets"
+    return Examples([example for alike in by_length.values() for example in alike[:4]])
+
+
+def test_images_in_prefix_and_item(folder: Path) -> None:
+    model = random_weights(tiny.build_model(BUILD, 0))
+    renderer = Renderer(tiny.build_processor(model.config), model.config)
+    examples = some_of_each(folder, renderer)
+    assert any(len(example.images) > 1 for example in examples), "a prefix that contains an image"
+    groups = generate.group_prompts(examples, 16, 64)
+    assert all(group.prefix > 500 for group in groups)
+    ends = [int(token) for token in plain(model, examples[0], [])[5:6]]
+    expected = [plain(model, example, ends) for example in examples]
+    assert generate.greedy(model, examples, NEW, ends) == expected
+    assert len({tuple(answer) for answer in expected}) > len(examples) // 2, "answers depend on the items"
+    assert len(expected[0]) < NEW, "an end token ends an answer early"
+
+
+def test_without_the_prefix_the_answers_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_weights(tiny.build_model(BUILD, 0))
+    examples = some_of_each(folder, Renderer(tiny.build_processor(model.config), model.config))
+    right = generate.greedy(model, examples, NEW, [])
+    fork = generate._fork
+
+    def forget_recurrent_state(cache: Any, copies: int) -> Any:
+        forked = fork(cache, copies)
+        for layer in forked.layers:
+            if hasattr(layer, "recurrent_states"):
+                layer.recurrent_states[0].zero_()
+        return forked
+
+    monkeypatch.setattr(generate, "_fork", forget_recurrent_state)
+    assert generate.greedy(model, examples, NEW, []) != right
