@@ -1,23 +1,29 @@
 """The forest of segments of one pack, and every index table that a layer needs, built once per pack.
 
-T positions, S segments, L levels (depth + 1), W width of a causal convolution. Everything follows from
-`(lengths, parents)` in depth-first order. `Layout` is a plain class on purpose: FSDP2 rebuilds dataclasses, named
-tuples, dicts and lists among a forward's keywords at every sharded module.
+T positions, S segments, W width of the model's causal convolution. Everything follows from `(lengths, parents)` in
+depth-first order, on the host; `to` copies all tables to a device in one transfer. `Layout` and its parts are plain
+classes on purpose: FSDP2 rebuilds dataclasses, named tuples, dicts and lists among a forward's keywords at every
+sharded module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-MAX_HISTORY = 7
-"""Inputs before a segment that the history table holds: enough for convolutions of width up to 8."""
+Ints = npt.NDArray[np.int64]
 
 CHUNK = 64
-"""Chunk length of flash-linear-attention's delta rule, which `Level.chunk_indices` is made for."""
+"""Tokens that the delta rule computes at a time; flash-linear-attention's, which `Group.chunk_indices` is made for."""
+
+GROUP = 128
+"""Segments of one recurrent call. Their states take 512 MiB at 64 heads of 128 x 128 in float32."""
 
 
 class Rectangle:
@@ -29,50 +35,98 @@ class Rectangle:
         self.col_start, self.col_end, self.row_start, self.row_end = col_start, col_end, row_start, row_end
 
 
-class Level:
-    """All segments of one depth, in buffer order: one variable-length call of a recurrent kernel.
+class Block:
+    """All segments of one length: their own causal parts are one batched call.
 
-    segments: their indices. lengths: theirs, as integers.
-    rows: [sum of lengths], buffer positions of their tokens. span: (start, end) where those are contiguous, else None.
-    cu_seqlens, cu_seqlens_cpu: [n + 1] int32, boundaries within `rows`, on the layout's device and on the host.
-    chunk_indices: [chunks, 2] int32, (segment, chunk) for chunks of CHUNK tokens.
-    parent_slot: [n], each segment's parent among the stored states of the level above; empty at level 0.
-    keep: [m], which of these segments have children: their final states are stored, in this order.
+    count x length tokens: those from `start` on where they are contiguous, else (start None) those of `rows`
+    [count * length].
     """
 
-    __slots__ = (
-        "chunk_indices",
+    TABLES: ClassVar[tuple[str, ...]] = ("rows",)
+
+    count: int
+    length: int
+    start: int | None
+    rows: Tensor
+
+
+class History:
+    """Inputs that a causal convolution reads before each segment: the last W - 1 on its root path.
+
+    In the extended buffer each segment follows its W - 1 warm-up rows, [T + S * (W - 1)] rows in all. N of the warm-up
+    rows are copies of U different tokens; the rest lie before a root and are zero.
+    kept: [T], row of each token. copy_to, copy_from: [N], row and token of each copy, by token and then by row.
+    origin: [U], tokens that are copied, ascending. copies: [U], how often each is.
+    """
+
+    TABLES: ClassVar[tuple[str, ...]] = ("kept", "copy_to", "copy_from", "origin", "copies")
+
+    rows: int
+    kept: Tensor
+    copy_to: Tensor
+    copy_from: Tensor
+    origin: Tensor
+    copies: Tensor
+
+
+class Group:
+    """Up to GROUP segments of one depth, in buffer order: one call of a recurrent kernel.
+
+    segments: their indices. lengths: theirs. tokens: sum of lengths. stored: how many of them have children.
+    cu_seqlens: [n + 1], boundaries of the segments within the group's tokens; cu_seqlens_cpu: the same on the host.
+    chunk_indices: [chunks, 2], (segment, chunk) for chunks of CHUNK tokens.
+    parent_slot: [n], each segment's parent among the stored states of the depth above, ascending; empty for roots.
+    children: [m], how many of the group's segments are below each stored state of the depth above.
+    keep: [stored], which of the segments have children: their final states are stored, in this order.
+
+    For a padded batch, longest segment first: step i holds the i-th chunk of the active[i] segments that have one, in
+    chunks of `chunk` tokens.
+    by_length: [n], that order. slots: [tokens], place of each token among sum(active) * chunk.
+    keep_by_length: [stored], place of each kept segment in that order.
+    """
+
+    TABLES: ClassVar[tuple[str, ...]] = (
         "cu_seqlens",
-        "cu_seqlens_cpu",
-        "keep",
-        "lengths",
+        "chunk_indices",
         "parent_slot",
-        "rows",
-        "segments",
-        "span",
+        "children",
+        "keep",
+        "by_length",
+        "slots",
+        "keep_by_length",
     )
 
     segments: tuple[int, ...]
     lengths: tuple[int, ...]
-    span: tuple[int, int] | None
-    rows: Tensor
+    tokens: int
+    stored: int
     cu_seqlens: Tensor
     cu_seqlens_cpu: Tensor
     chunk_indices: Tensor
     parent_slot: Tensor
+    children: Tensor
     keep: Tensor
+    chunk: int
+    active: tuple[int, ...]
+    by_length: Tensor
+    slots: Tensor
+    keep_by_length: Tensor
 
 
 class Layout:
     """A forest of segments in depth-first order.
 
-    Host side, as integers: lengths, parents (-1: a root), starts, depths, subtree_ends (token index after the last
-    descendant), total (T), rectangles. On `device`, int64 unless said otherwise: segment_of [T], history
-    [S, MAX_HISTORY] (buffer positions of the inputs before each segment on its root path, oldest first, -1 where there
-    are none), positions [T], levels.
+    Host side: lengths, parents (-1: a root), starts, depths, subtree_ends (token index after the last descendant),
+    total (T), width (W), rectangles, blocks, levels (for each depth its groups), in_level_order (whether the buffer is
+    sorted by depth as it is).
+    On `device`, int64: segment_of [T]; positions [T], each token's distance from its root; visible_until [T], token k
+    is seen by the tokens from k to visible_until[k]; level_order and level_inverse [T], tokens by depth and back (empty
+    where in_level_order); the tables of blocks, history and groups.
     """
 
-    builds = 0
+    TABLES: ClassVar[tuple[str, ...]] = ("segment_of", "positions", "visible_until", "level_order", "level_inverse")
+
+    builds: ClassVar[int] = 0
     """Layouts built by this process (moving one to a device builds none); a test holds it to one per pack."""
 
     lengths: tuple[int, ...]
@@ -81,25 +135,35 @@ class Layout:
     depths: tuple[int, ...]
     subtree_ends: tuple[int, ...]
     total: int
+    width: int
     rectangles: tuple[Rectangle, ...]
-    levels: tuple[Level, ...]
+    blocks: tuple[Block, ...]
+    history: History
+    levels: tuple[tuple[Group, ...], ...]
+    in_level_order: bool
     segment_of: Tensor
-    history: Tensor
     positions: Tensor
+    visible_until: Tensor
+    level_order: Tensor
+    level_inverse: Tensor
 
     @classmethod
-    def from_tree(cls, lengths: Sequence[int], parents: Sequence[int]) -> Layout:
+    def from_tree(cls, lengths: Sequence[int], parents: Sequence[int], *, width: int = 4, group: int = GROUP) -> Layout:
         """Build all tables for segments in depth-first order.
 
         lengths: tokens of each segment, at least 1. parents: index of each segment's parent, -1 for a root.
-        Raises ValueError where the two do not describe a forest in depth-first order.
+        width: of the model's causal convolution. group: most segments of one recurrent call.
+        Raises ValueError where lengths and parents do not describe a forest in depth-first order.
         """
         layout = cls()
         layout.lengths, layout.parents = tuple(map(int, lengths)), tuple(map(int, parents))
-        layout._check_depth_first()
+        layout.width = width
+        layout._check(group)
         layout._lay_out_segments()
         layout._build_token_tables()
-        layout._build_levels()
+        layout._build_blocks()
+        layout._build_history()
+        layout._build_levels(group)
         Layout.builds += 1
         return layout
 
@@ -114,21 +178,30 @@ class Layout:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Layout:
         """The same layout with its tables on `device`, copied in one transfer."""
-        if torch.device(device) == self.device:
+        target = torch.device(device)
+        if target == self.device:
             return self
-        tables = self._tables()
-        flat = torch.cat([table.reshape(-1).to(torch.int64) for table in tables])
-        if torch.device(device).type == "cuda":
+        tables = [getattr(part, name) for part in self._parts() for name in part.TABLES]
+        flat = torch.cat([table.flatten() for table in tables])
+        if target.type == "cuda":
             flat = flat.pin_memory()
-        moved = torch.split(flat.to(device, non_blocking=non_blocking), [table.numel() for table in tables])
-        return self._with_tables([new.view(old.shape).to(old.dtype) for new, old in zip(moved, tables, strict=True)])
+        moved = flat.to(target, non_blocking=non_blocking)
+        layout = copy.copy(self)
+        layout.history = copy.copy(self.history)
+        layout.blocks = tuple(copy.copy(block) for block in self.blocks)
+        layout.levels = tuple(tuple(copy.copy(group) for group in level) for level in self.levels)
+        taken = 0
+        for part in layout._parts():
+            for name in part.TABLES:
+                table = getattr(part, name)
+                setattr(part, name, moved[taken : taken + table.numel()].view(table.shape))
+                taken += table.numel()
+        return layout
 
     def visible(self) -> Tensor:
         """[T, T] bool: may row (query) see column (key). For references and tests; quadratic memory."""
-        first = torch.tensor(self.starts, device=self.device)[self.segment_of]
-        end = torch.tensor(self.subtree_ends, device=self.device)[self.segment_of]
         token = torch.arange(self.total, device=self.device)
-        return (token[None] <= token[:, None]) & (first[None] <= token[:, None]) & (token[:, None] < end[None])
+        return (token <= token[:, None]) & (token[:, None] < self.visible_until)
 
     def root_path(self, segment: int) -> list[int]:
         """Segments from the root down to `segment`, itself included."""
@@ -137,7 +210,17 @@ class Layout:
             path.append(self.parents[path[-1]])
         return path[::-1]
 
-    def _check_depth_first(self) -> None:
+    def groups(self) -> Iterator[Group]:
+        """All groups, by depth: the tokens of `level_order` are theirs, one after the other."""
+        for level in self.levels:
+            yield from level
+
+    def _parts(self) -> list[Any]:
+        return [self, self.history, *self.blocks, *self.groups()]
+
+    def _check(self, group: int) -> None:
+        if self.width < 1 or group < 1:
+            raise ValueError(f"width is {self.width} and group is {group}; both are at least 1")
         if not self.lengths:
             raise ValueError("a layout needs at least one segment")
         if len(self.lengths) != len(self.parents):
@@ -172,62 +255,119 @@ class Layout:
         )
 
     def _build_token_tables(self) -> None:
-        lengths = torch.tensor(self.lengths)
-        self.segment_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         before: list[int] = []
-        history: list[list[int]] = []
-        for start, length, parent in zip(self.starts, self.lengths, self.parents, strict=True):
+        for parent in self.parents:
             before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
-            own = list(range(max(start, start + length - MAX_HISTORY), start + length))
-            above = history[parent] if parent >= 0 else []
-            history.append((above + own)[-MAX_HISTORY:])
-        inherited = [history[parent] if parent >= 0 else [] for parent in self.parents]
-        self.history = torch.tensor([[-1] * (MAX_HISTORY - len(rows)) + rows for rows in inherited])
-        offset = torch.tensor(before) - torch.tensor(self.starts)
-        self.positions = torch.arange(self.total) + offset[self.segment_of]
+        segment_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.segment_of = torch.from_numpy(segment_of)
+        self.positions = torch.from_numpy(_ranges(_array(before), _array(self.lengths)))
+        self.visible_until = torch.from_numpy(_array(self.subtree_ends)[segment_of])
 
-    def _build_levels(self) -> None:
-        has_children = set(self.parents)
-        slot: dict[int, int] = {}
+    def _build_blocks(self) -> None:
+        lengths, starts = _array(self.lengths), _array(self.starts)
+        blocks = []
+        for length in np.unique(lengths):
+            of_length = starts[lengths == length]
+            adjacent = bool((np.diff(of_length) == length).all())
+            rows = _array(()) if adjacent else (of_length[:, None] + np.arange(length)).ravel()
+            block = Block()
+            block.count, block.length = len(of_length), int(length)
+            block.start = int(of_length[0]) if adjacent else None
+            block.rows = torch.from_numpy(rows)
+            blocks.append(block)
+        self.blocks = tuple(blocks)
+
+    def _build_history(self) -> None:
+        warm_up = self.width - 1
+        copy_to: list[int] = []
+        copy_from: list[int] = []
+        tails: list[list[int]] = []
+        for segment, (start, length, parent) in enumerate(zip(self.starts, self.lengths, self.parents, strict=True)):
+            above = tails[parent] if parent >= 0 else []
+            copy_from += above
+            first = start + (segment + 1) * warm_up
+            copy_to += range(first - len(above), first)
+            own = range(max(start, start + length - warm_up), start + length)
+            tails.append([*above, *own][max(0, len(above) + len(own) - warm_up) :])
+        order = np.argsort(_array(copy_from), kind="stable")
+        origin, copies = np.unique(_array(copy_from), return_counts=True)
+        history = History()
+        history.rows = self.total + len(self.lengths) * warm_up
+        history.kept = torch.arange(self.total) + (self.segment_of + 1) * warm_up
+        history.copy_to = torch.from_numpy(_array(copy_to)[order])
+        history.copy_from = torch.from_numpy(_array(copy_from)[order])
+        history.origin, history.copies = torch.from_numpy(origin), torch.from_numpy(copies.astype(np.int64))
+        self.history = history
+
+    def _build_levels(self, most: int) -> None:
+        lengths, parents, depths = _array(self.lengths), _array(self.parents), _array(self.depths)
+        has_children = np.zeros(len(lengths), dtype=bool)
+        has_children[parents[parents >= 0]] = True
+        slot = np.zeros(len(lengths), dtype=np.int64)
+        by_depth = np.argsort(depths, kind="stable")
         levels = []
-        for depth in range(max(self.depths) + 1):
-            segments = tuple(s for s, d in enumerate(self.depths) if d == depth)
-            level = Level()
-            level.segments, level.lengths = segments, tuple(self.lengths[s] for s in segments)
-            ranges = [(self.starts[s], self.starts[s] + self.lengths[s]) for s in segments]
-            adjacent = all(left[1] == right[0] for left, right in pairwise(ranges))
-            level.span = (ranges[0][0], ranges[-1][1]) if adjacent else None
-            level.rows = torch.cat([torch.arange(*pair) for pair in ranges])
-            level.cu_seqlens_cpu = torch.tensor([0, *level.lengths]).cumsum(0).to(torch.int32)
-            level.cu_seqlens = level.cu_seqlens_cpu
-            chunks = [(i, c) for i, n in enumerate(level.lengths) for c in range(-(-n // CHUNK))]
-            level.chunk_indices = torch.tensor(chunks, dtype=torch.int32)
-            level.parent_slot = torch.tensor([slot[self.parents[s]] for s in segments if depth], dtype=torch.int64)
-            kept = [i for i, s in enumerate(segments) if s in has_children]
-            slot = {segments[i]: place for place, i in enumerate(kept)}
-            level.keep = torch.tensor(kept, dtype=torch.int64)
-            levels.append(level)
+        stored_above = 0
+        for segments in np.split(by_depth, np.flatnonzero(np.diff(depths[by_depth])) + 1):
+            kept = segments[has_children[segments]]
+            slot[kept] = np.arange(len(kept))
+            levels.append(
+                tuple(
+                    _make_group(part, lengths[part], has_children[part], slot[parents[part]], stored_above)
+                    for part in np.split(segments, range(most, len(segments), most))
+                )
+            )
+            stored_above = len(kept)
         self.levels = tuple(levels)
+        order = _ranges(_array(self.starts)[by_depth], lengths[by_depth])
+        self.in_level_order = bool((np.diff(order) == 1).all())
+        order = order[:0] if self.in_level_order else order
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        self.level_order, self.level_inverse = torch.from_numpy(order), torch.from_numpy(inverse)
 
-    def _tables(self) -> list[Tensor]:
-        tables = [self.segment_of, self.history, self.positions]
-        for level in self.levels:
-            tables += [level.rows, level.cu_seqlens, level.chunk_indices, level.parent_slot, level.keep]
-        return tables
 
-    def _with_tables(self, tables: list[Tensor]) -> Layout:
-        copy = Layout()
-        copy.lengths, copy.parents, copy.starts, copy.depths = self.lengths, self.parents, self.starts, self.depths
-        copy.subtree_ends, copy.total, copy.rectangles = self.subtree_ends, self.total, self.rectangles
-        remaining = iter(tables)
-        copy.segment_of, copy.history, copy.positions = next(remaining), next(remaining), next(remaining)
-        levels = []
-        for old in self.levels:
-            new = Level()
-            new.segments, new.lengths, new.span = old.segments, old.lengths, old.span
-            new.cu_seqlens_cpu = old.cu_seqlens_cpu
-            new.rows, new.cu_seqlens, new.chunk_indices = next(remaining), next(remaining), next(remaining)
-            new.parent_slot, new.keep = next(remaining), next(remaining)
-            levels.append(new)
-        copy.levels = tuple(levels)
-        return copy
+def _array(values: Sequence[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """start, start + 1, ... for each of the lengths, one after the other."""
+    offset = np.cumsum(lengths) - lengths
+    return np.repeat(starts - offset, lengths) + np.arange(lengths.sum())
+
+
+def _make_group(
+    segments: Ints, lengths: Ints, has_children: npt.NDArray[np.bool_], parent_slot: Ints, stored_above: int
+) -> Group:
+    group = Group()
+    group.segments, group.lengths, group.tokens = tuple(segments.tolist()), tuple(lengths.tolist()), int(lengths.sum())
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    chunks = -(-lengths // CHUNK)
+    chunk_indices = np.stack([np.repeat(np.arange(len(lengths)), chunks), _ranges(np.zeros_like(chunks), chunks)], 1)
+    parent_slot = parent_slot[: len(segments) if stored_above else 0]
+    keep = np.flatnonzero(has_children)
+    group.stored = len(keep)
+    group.cu_seqlens_cpu = torch.from_numpy(cu_seqlens)
+    group.cu_seqlens = group.cu_seqlens_cpu
+    group.chunk_indices = torch.from_numpy(chunk_indices)
+    group.parent_slot = torch.from_numpy(parent_slot)
+    group.children = torch.from_numpy(np.bincount(parent_slot, minlength=stored_above).astype(np.int64))
+    group.keep = torch.from_numpy(keep)
+    _pad_group(group, lengths, keep)
+    return group
+
+
+def _pad_group(group: Group, lengths: Ints, keep: Ints) -> None:
+    by_length = np.argsort(-lengths, kind="stable")
+    place = np.empty_like(by_length)
+    place[by_length] = np.arange(len(lengths))
+    group.chunk = min(CHUNK, int(lengths.max()))
+    steps = -(-lengths // group.chunk)
+    active = (steps > np.arange(steps.max())[:, None]).sum(1)
+    before = np.cumsum(active) - active
+    token = _ranges(np.zeros_like(lengths), lengths)
+    step, within = np.divmod(token, group.chunk)
+    slots = (before[step] + np.repeat(place, lengths)) * group.chunk + within
+    group.active = tuple(active.tolist())
+    group.by_length, group.slots = torch.from_numpy(by_length), torch.from_numpy(slots)
+    group.keep_by_length = torch.from_numpy(place[keep])

@@ -1,0 +1,143 @@
+"""Attention over a forest of segments: a token sees itself and what is before it on its own root path.
+
+`dense` is the reference. `merged` puts the same softmax together from dense pieces: each segment's own causal part, and
+for each node one unmasked rectangle in which all its descendants, contiguous in depth-first order, read the node in
+full. Pieces are joined by their log-sum-exp. `flex` is FlexAttention with a block mask made from the segment table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from configs.errors import UserError
+from prefix_train.flex import flex_attention
+from prefix_train.layout import Block, Layout, Rectangle
+from prefix_train.pieces import pieces_for
+
+KERNELS = ("merged", "flex", "dense")
+
+
+def resolve_kernels(kernels: str, device: torch.device) -> str:
+    """What `kernels` (`auto`, `merged`, `flex` or `dense`) means on `device`; UserError where that cannot run."""
+    if kernels == "auto":
+        return "merged"
+    if kernels not in KERNELS:
+        raise UserError(f"attention kernels {kernels!r} are unknown: write auto, {', '.join(KERNELS)}")
+    if kernels == "flex" and device.type != "cuda":
+        raise UserError(f"attention kernels 'flex' run on CUDA, not on {device.type}: set model.attention=merged")
+    return kernels
+
+
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, kernels: str = "merged"
+) -> Tensor:
+    """Softmax attention where each token sees its root path up to itself.
+
+    query: [1, Hq, T, D]. key, value: [1, Hk, T, D], Hq a multiple of Hk. scale: factor of the scores. kernels: see the
+    module. Softmax and sums in at least float32; returns [1, T, Hq, D] in the dtype of the query.
+    Raises ValueError where the layout was built for another length.
+    """
+    if (query.shape[0], query.shape[2]) != (1, layout.total):
+        raise ValueError(f"the layout has {layout.total} positions, but attention got {tuple(query.shape)}")
+    if kernels == "dense":
+        return _dense(query, key, value, layout, scale)
+    if kernels == "flex":
+        return flex_attention(query, key, value, layout, scale)
+    out: Tensor = _Merged.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.to(wide).repeat_interleave(groups, 1) for x in (key, value))
+    scores = (query.to(wide) @ key.mT) * scale
+    weights = scores.masked_fill(~layout.visible(), float("-inf")).softmax(-1)
+    return (weights @ value).to(query.dtype).transpose(1, 2)
+
+
+class _Merged(Function):
+    """Dense pieces joined by log-sum-exp.
+
+    Backward gives every piece the merged output and log-sum-exp: exp(score - lse) is then the true probability, and the
+    pieces' shares add up to the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+        pieces = pieces_for(query)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format).transpose(1, 2)
+        lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
+        for block in layout.blocks:
+            part, part_lse = pieces.forward(_take_all(block, query, key, value), scale, True)
+            _put(block, out, part)
+            _put(block, lse, part_lse)
+        for node in layout.rectangles:
+            part, part_lse = pieces.forward(_rectangle(node, query, key, value), scale, False)
+            rows = slice(node.row_start, node.row_end)
+            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, lse = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        pieces = pieces_for(query)
+        grad = grad.transpose(1, 2)
+        sums = [torch.empty_like(x, dtype=lse.dtype) for x in (query, key, value)]
+        for block in layout.blocks:
+            of_rows = _take(block, grad), _take_all(block, query, key, value), _take(block, out), _take(block, lse)
+            for total, share in zip(sums, pieces.backward(*of_rows, ctx.scale, True), strict=True):
+                _put(block, total, share)
+        for node in layout.rectangles:
+            rows, cols = slice(node.row_start, node.row_end), slice(node.col_start, node.col_end)
+            inputs = _rectangle(node, query, key, value)
+            shares = pieces.backward(grad[:, :, rows], inputs, out[:, :, rows], lse[:, :, rows], ctx.scale, False)
+            for total, share, place in zip(sums, shares, (rows, cols, cols), strict=True):
+                total[:, :, place] += share
+        grads = [total.to(x.dtype) for total, x in zip(sums, (query, key, value), strict=True)]
+        return grads[0], grads[1], grads[2], None, None
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Join a piece [1, H, n, D] and its log-sum-exp [1, H, n] into `out` and `lse`."""
+    merged = torch.logaddexp(lse, part_lse.to(lse.dtype))
+    out.mul_((lse - merged).exp_()[..., None]).addcmul_(part, (part_lse - merged).exp_()[..., None])
+    lse.copy_(merged)
+
+
+def _rectangle(node: Rectangle, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cols = slice(node.col_start, node.col_end)
+    return query[:, :, node.row_start : node.row_end], key[:, :, cols], value[:, :, cols]
+
+
+def _take_all(block: Block, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _take(block, query), _take(block, key), _take(block, value)
+
+
+def _take(block: Block, x: Tensor) -> Tensor:
+    """[1, H, T, ...] -> [count, H, length, ...], a view where the block is contiguous."""
+    if block.start is None:
+        tokens = x.index_select(2, block.rows)
+    else:
+        tokens = x[:, :, block.start : block.start + block.count * block.length]
+    return tokens[0].view(x.shape[1], block.count, block.length, *x.shape[3:]).transpose(0, 1)
+
+
+def _put(block: Block, target: Tensor, part: Tensor) -> None:
+    """Write [count, H, length, ...] to the block's tokens of `target` [1, H, T, ...]."""
+    tokens = part.transpose(0, 1).flatten(1, 2)
+    if block.start is None:
+        target[0].index_copy_(1, block.rows, tokens.to(target.dtype))
+    else:
+        target[0, :, block.start : block.start + block.count * block.length] = tokens

@@ -1,0 +1,114 @@
+"""The causal convolution of Gated DeltaNet over a forest of segments.
+
+Each segment is preceded by the last W - 1 inputs of its root path, one convolution runs over everything, and the
+outputs of those warm-up rows are dropped: they are the only ones that read across a boundary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from prefix_train import flash_linear
+from prefix_train.layout import History, Layout
+from prefix_train.sums import sum_runs
+
+
+def tree_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    activation: str | None = "silu",
+    kernels: str = "reference",
+) -> Tensor:
+    """Depthwise causal convolution where each token reads the W - 1 tokens before it on its root path.
+
+    x: [T, C]. weight: [C, W], last tap at the token itself. bias: [C] or None. activation: `silu` or None. kernels:
+    `reference` or `fla`. Computed in at least float32; returns [T, C] in the dtype of x.
+    Raises ValueError where the layout was built for another length or another width.
+    """
+    if x.shape[0] != layout.total:
+        raise ValueError(f"the layout has {layout.total} positions, but the convolution got {x.shape[0]}")
+    if weight.shape[1] != layout.width:
+        raise ValueError(
+            f"a convolution of width {weight.shape[1]} over a layout for width {layout.width}: "
+            f"build it with Layout.from_tree(..., width={weight.shape[1]})"
+        )
+    if activation not in ("silu", None):
+        raise ValueError(f"the convolution's activation is {activation!r}; only 'silu' and None are known")
+    extended: Tensor = _Extend.apply(x, layout.history)  # type: ignore[no-untyped-call]
+    if kernels == "fla":
+        convolved = flash_linear.convolve(extended, weight, bias, activation)
+    else:
+        convolved = _Convolve.apply(extended, weight, bias, activation == "silu")  # type: ignore[no-untyped-call]
+    return convolved.index_select(0, layout.history.kept)
+
+
+class _Extend(Function):
+    """[T, C] -> [history.rows, C]: warm-up rows before each segment. Copies' gradients add up at the originals."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, history: History) -> Tensor:
+        ctx.history = history
+        extended = x.new_zeros(history.rows, x.shape[1])
+        extended.index_copy_(0, history.kept, x)
+        extended.index_copy_(0, history.copy_to, x.index_select(0, history.copy_from))
+        return extended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        history: History = ctx.history
+        own = grad.index_select(0, history.kept)
+        of_copies = sum_runs(grad.index_select(0, history.copy_to), history.copies)
+        total = own.index_select(0, history.origin).to(of_copies.dtype) + of_copies
+        return own.index_copy_(0, history.origin, total.to(own.dtype)), None
+
+
+class _Convolve(Function):
+    """Causal convolution of one sequence [n, C] in at least float32; the first W - 1 outputs are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activate: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.activate = activate
+        before = _before_activation(x, weight, bias)
+        out = torch.zeros_like(x)
+        out[weight.shape[1] - 1 :] = silu(before, inplace=True) if activate else before
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight, bias = ctx.saved_tensors
+        width = weight.shape[1]
+        before = _before_activation(x, weight, bias)
+        wide, taps = x.to(before.dtype), weight.t().to(before.dtype).contiguous()
+        grad = grad[width - 1 :].to(before.dtype)
+        if ctx.activate:
+            grad = torch.ops.aten.silu_backward(grad, before)
+        grad_x = torch.zeros_like(wide)
+        grad_taps = torch.empty_like(taps)
+        for tap in range(width):
+            reach = slice(tap, tap + grad.shape[0])
+            grad_x[reach].addcmul_(grad, taps[tap])
+            torch.sum(grad * wide[reach], 0, out=grad_taps[tap])
+        grad_bias = None if bias is None else grad.sum(0).to(bias.dtype)
+        return grad_x.to(x.dtype), grad_taps.t().to(weight.dtype), grad_bias, None
+
+
+def _before_activation(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[n, C], [C, W] -> [n - W + 1, C] in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.promote_types(weight.dtype, torch.float32)))
+    taps = weight.t().to(wide.dtype).contiguous()
+    rows = x.shape[0] - len(taps) + 1
+    total = wide[:rows] * taps[0]
+    for tap in range(1, len(taps)):
+        total.addcmul_(wide[tap : tap + rows], taps[tap])
+    return total if bias is None else total.add_(bias)
