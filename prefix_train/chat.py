@@ -1,0 +1,164 @@
+"""One row of a chat JSONL file: its structure, checked.
+
+A row is `{"id"?: text, "meta"?: anything, "messages": [{"role": ..., "content": ...}]}`, content either text or a list
+of `{"type": "text", "text": ...}` and `{"type": "image", "image": "path/below/the/file.png"}`: transformers'
+convention. The last message is the assistant's; its text is the target. `meta` is the user's own and is not read.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from configs.errors import UserError
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One item of a message's content list: a text, or an image by its path below the data file's folder."""
+
+    kind: Literal["text", "image"]
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn; `content` is a text or a list of parts, as the row has it."""
+
+    role: str
+    content: str | tuple[Part, ...]
+
+    @property
+    def images(self) -> list[str]:
+        """Paths of its images, in order."""
+        return [] if isinstance(self.content, str) else [part.value for part in self.content if part.kind == "image"]
+
+    @property
+    def texts(self) -> list[str]:
+        """Its texts; neighbours are joined, since a template joins them too."""
+        if isinstance(self.content, str):
+            return [self.content]
+        texts = [""]
+        for part in self.content:
+            if part.kind == "text":
+                texts[-1] += part.value
+            else:
+                texts.append("")
+        return [text for text in texts if text]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A checked row: at least one message, the last one the assistant's, with text and without images."""
+
+    id: str | None
+    messages: tuple[Message, ...]
+
+    @property
+    def images(self) -> list[str]:
+        """Paths of all images, in order."""
+        return [path for message in self.messages for path in message.images]
+
+    @property
+    def answer(self) -> str:
+        """Text of the last message."""
+        return "".join(self.messages[-1].texts)
+
+
+def parse(record: Any, source: str) -> Conversation:
+    """`record`, one decoded JSON value, as a conversation.
+
+    source: where it stands, as `file:line`. Raises UserError, beginning with `source`, for anything that is not a row.
+    """
+    if not isinstance(record, dict):
+        raise UserError(f'{source}: the row is {_kind(record)}; write an object with "messages"')
+    _refuse_unknown(record, ("id", "messages", "meta"), source, "row")
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        what = "has no messages" if not messages and isinstance(messages, list | None) else f"has {_kind(messages)}"
+        raise UserError(f'{source}: the row {what}; write a list of {{"role", "content"}} under "messages"')
+    conversation = Conversation(
+        id=_identity(record["id"], source) if "id" in record else None,
+        messages=tuple(_message(message, source, index) for index, message in enumerate(messages)),
+    )
+    _check_target(conversation, source)
+    return conversation
+
+
+def shown(value: object) -> str:
+    """A user's value for an error line: quoted, control characters escaped, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _identity(value: Any, source: str) -> str:
+    text = _text(value, source, "id")
+    if not text.strip():
+        raise UserError(f"{source}: id is empty; leave it out or write a name")
+    return text
+
+
+def _message(message: Any, source: str, index: int) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise UserError(f'{source}: {where} is {_kind(message)}; write {{"role": ..., "content": ...}}')
+    _refuse_unknown(message, ("role", "content"), source, where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise UserError(f"{source}: {where} has the role {shown(role)}; write one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not content:
+            raise UserError(f"{source}: {where}.content is an empty list; write a text or a list of parts")
+        return Message(role, tuple(_part(part, source, f"{where}.content[{i}]") for i, part in enumerate(content)))
+    return Message(role, _text(content, source, f"{where}.content"))
+
+
+def _part(part: Any, source: str, where: str) -> Part:
+    if not isinstance(part, dict):
+        raise UserError(f'{source}: {where} is {_kind(part)}; write {{"type": "text", "text": ...}}')
+    kind = part.get("type")
+    if kind not in ("text", "image"):
+        raise UserError(f"{source}: {where} has the type {shown(kind)}; write text or image")
+    _refuse_unknown(part, ("type", kind), source, where)
+    return Part(kind, _text(part.get(kind), source, f"{where}.{kind}"))
+
+
+def _text(value: Any, source: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{source}: {where} is {_kind(value)}; write a text")
+    if "\0" in value:
+        raise UserError(f"{source}: {where} holds a NUL character; remove it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(value[error.start])
+        raise UserError(f"{source}: {where} holds half a surrogate pair, {half}; write whole characters") from None
+    return value
+
+
+def _check_target(conversation: Conversation, source: str) -> None:
+    last = conversation.messages[-1]
+    if last.role != "assistant":
+        raise UserError(f"{source}: no target: the last message is the {last.role}'s; end with the assistant's")
+    if last.images:
+        raise UserError(f"{source}: the target holds an image; the last message may hold text only")
+    if not conversation.answer.strip():
+        raise UserError(f"{source}: the target is empty: the assistant's last message has no text")
+
+
+def _refuse_unknown(keys: Iterable[Any], known: tuple[str, ...], source: str, where: str) -> None:
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise UserError(f"{source}: {where} has the unknown key {shown(key)}; {hint}")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
