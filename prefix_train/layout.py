@@ -147,6 +147,9 @@ class Layout:
     level_order: Tensor
     level_inverse: Tensor
 
+    draw: str | None = None
+    """Names (run, update, pack), from which dropout makes its seeds; set before each training forward."""
+
     @classmethod
     def from_tree(cls, lengths: Sequence[int], parents: Sequence[int], *, width: int = 4, group: int = GROUP) -> Layout:
         """Build all tables for segments in depth-first order.

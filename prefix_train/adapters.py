@@ -1,0 +1,67 @@
+"""LoRA through PEFT on the language model's linear modules, and the vision tower's merger trained whole."""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from configs.errors import UserError
+from configs.schema import AdapterConfig
+from prefix_train import anatomy
+from prefix_train.dropout import SeededDropout, seed_of
+
+
+def attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
+    """`model` with adapters on `config.targets` of its language model; everything else is frozen but the mergers.
+
+    Initial weights follow from `seed` alone. Mergers go through PEFT's `modules_to_save`, by full name, so that
+    the exported adapter carries them and PEFT loads it back. Raises UserError for a target that matches nothing.
+    """
+    found = anatomy.find(model)
+    mergers = [anatomy.name_of(merger, model) for merger in found.mergers] if config.merger else []
+    lora = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=target_names(found, config.targets),
+        modules_to_save=mergers or None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(str(seed), "adapters"))
+        adapted = get_peft_model(model, lora)
+    if config.dropout > 0:
+        _seed_dropouts(adapted)
+    return adapted
+
+
+def target_names(found: anatomy.Anatomy, targets: list[str]) -> list[str]:
+    """Full names of the decoder's linear modules that end in one of `targets`, in the model's order."""
+    prefix = anatomy.name_of(found.decoder, found.base)
+    linear = [f"{prefix}.{name}" for name, module in found.decoder.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(_ends_in(name, target) for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            near = difflib.get_close_matches(target.rpartition(".")[2], known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(
+                f"adapter.targets: {target!r} is no linear module of the language model; {hint}"
+                f"It has {', '.join(known)}"
+            )
+    return [name for name in linear if any(_ends_in(name, target) for target in targets)]
+
+
+def _ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _seed_dropouts(adapted: PeftModel) -> None:
+    """Replace PEFT's dropouts, which draw from the running generator, by seeded ones."""
+    for name, module in adapted.named_modules():
+        if isinstance(module, LoraLayer):
+            for adapter, dropout in module.lora_dropout.items():
+                module.lora_dropout[adapter] = SeededDropout(dropout.p, name)

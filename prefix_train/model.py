@@ -1,0 +1,138 @@
+"""A model ready to be trained on packs (loaded or built, adapted, patched), and the root that makes a batch a loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from configs.errors import UserError
+from configs.schema import Config, ModelConfig
+from prefix_train import adapters, anatomy, patch, precision, tiny, unit
+from prefix_train.loss import target_losses
+
+if TYPE_CHECKING:
+    from prefix_train.collate import Batch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
+    """The model of `config` in its dtype, in eval mode, and its processor (a tokenizer for a text model).
+
+    Raises UserError where a checkpoint lacks a tensor, has one too many, or one of another shape: a model that was
+    half loaded trains without complaint.
+    """
+    dtype = DTYPES[config.dtype]
+    if config.path is None:
+        model = tiny.build_model(config.build, config.seed, dtype)
+        return model, tiny.build_processor(model.config)
+    folder = Path(config.path)
+    processor = tiny.load_processor(folder)
+    model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+    auto = AutoModelForCausalLM
+    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        auto = AutoModelForImageTextToText
+    model, keys = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+    audit(folder, keys)
+    return model.eval(), processor
+
+
+def audit(folder: Path, keys: dict[str, Any]) -> None:
+    """Raise UserError unless `keys`, transformers' report of a load, says that every tensor found its place."""
+    for kind, advice in (
+        ("missing_keys", "the checkpoint lacks them"),
+        ("unexpected_keys", "the model has no such tensors"),
+        ("mismatched_keys", "shapes differ"),
+        ("error_msgs", "they could not be read"),
+    ):
+        if found := sorted(map(str, keys.get(kind) or ())):
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise UserError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(found[:3])}{more}: {advice}")
+
+
+def prepare(model: PreTrainedModel, config: Config) -> nn.Module:
+    """The model to train: adapters or everything trainable, float32 masters, shared prefixes, recomputation.
+
+    Returns `model` itself or the PEFT model around it, in training mode. Initial adapters follow from `config.seed`.
+    """
+    unit.refuse_other_recomputation(model)
+    prepared: nn.Module = model
+    if config.train.trainable == "adapter":
+        prepared = adapters.attach(model, config.adapter, config.seed)
+    else:
+        model.requires_grad_(True)
+    precision.make_masters(prepared.eval())
+    patch.install(prepared, config.model.attention, config.model.deltanet)
+    found = anatomy.find(prepared)
+    refuse_running_dropout(prepared)
+    unit.install(found, config.memory.recompute)
+    return prepared.train()
+
+
+def refuse_running_dropout(model: nn.Module) -> None:
+    """Raise UserError for a dropout of the model's own: its masks would follow from a generator's running state."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise UserError(f"{name}: dropout {module.p} of the model itself draws unseeded masks; set it to 0")
+
+
+class Out(NamedTuple):
+    """loss: float32 scalar, the batch's weighted sum. each: [M], cross-entropy of each target, detached."""
+
+    loss: Tensor
+    each: Tensor
+
+
+class Root(nn.Module):
+    """The whole computation from a batch to its loss: what is sharded as root, so the head is in the root's group.
+
+    images: does any example of the run have one? Then a batch without sends one blank image through the tower
+    and the merger, so that every rank issues the same collectives and every parameter has a gradient.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, chunk_rows: int, images: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype, self.chunk_rows = dtype, chunk_rows
+        self.anatomy = anatomy.find(model)
+        self.images = images and self.anatomy.vision is not None
+        self.copies: precision.Copies | None = unit.compute_in(self.anatomy, dtype)
+
+    def forward(self, batch: Batch, draw: str | None = None) -> Out:
+        """`batch` on the model's device. draw: names (run, update, pack), from which dropout makes its masks."""
+        batch.layout.draw = draw
+        if self.copies is None:
+            return self._run(batch)
+        with self.copies:
+            return self._run(batch)
+
+    def _run(self, batch: Batch) -> Out:
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if batch.pixel_values is not None:
+            inputs |= {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}
+        elif self.images:
+            embeddings = self.anatomy.base.get_input_embeddings()(batch.input_ids)
+            inputs = {"inputs_embeds": embeddings + self._blank_image().to(embeddings.dtype)}
+        hidden = self.anatomy.body(
+            **inputs, position_ids=batch.position_ids, layout=batch.layout, use_cache=False
+        ).last_hidden_state
+        loss, each = target_losses(hidden[0], batch.targets, self.anatomy.head.weight, self.chunk_rows)
+        return Out(loss, each)
+
+    def _blank_image(self) -> Tensor:
+        """Scalar zero that depends on every parameter an image's embeddings depend on."""
+        vision = self.anatomy.base.config.vision_config
+        side = vision.spatial_merge_size
+        pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        device = self.anatomy.head.weight.device
+        output = self.anatomy.body.get_image_features(
+            torch.zeros(side * side, pixels, device=device), torch.tensor([[1, side, side]], device=device)
+        )
+        features = [*output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        total: Tensor = sum((feature.sum() for feature in features), start=features[0].new_zeros(()))
+        return total * 0

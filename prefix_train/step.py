@@ -1,0 +1,114 @@
+"""One update: the file to read first.
+
+An update is a number of packs, the same number on every rank. Each pack is one buffer in which shared prefixes stand
+once; its loss is a weighted sum whose weights were fixed for the whole update beforehand. So the packs' gradients
+just add up, over packs and over ranks, and the update is the one that training every example alone would have made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from prefix_train import blame, gradients
+from prefix_train.collate import Batch
+from prefix_train.dist import Ranks
+from prefix_train.model import Root
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """loss: the update's, summed over all ranks. norm: of the whole gradient, before the clip. lr: that was used.
+
+    each: per pack of this rank, [M] cross-entropies of its targets, on the device. positions, logical, examples:
+    counted over all ranks.
+    """
+
+    loss: float
+    norm: float
+    lr: float
+    each: list[Tensor]
+    positions: int
+    logical: int
+    examples: int
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """What stays the same from update to update. parameters: everything that is trained, by name."""
+
+    root: Root
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+    coverage: gradients.Coverage
+    seed: int
+    clip_norm: float
+    name: Callable[[int], str] = str
+    """What to call an example in an error, by its index."""
+    phase: Callable[[str, int], None] = lambda name, pack: None
+    """Told what begins: `forward`, `backward` (with the pack), `reduce`, `optimizer`."""
+
+    def draw(self, number: int, pack: int) -> str:
+        """Names (run, update, pack) for dropout's seeds."""
+        return f"{self.seed}/{number}/{pack * self.ranks.world + self.ranks.rank}"
+
+
+def update(stepper: Stepper, number: int, lr: float, batches: Sequence[Batch]) -> StepResult:
+    """Train on `batches`, this rank's packs of update `number`, with learning rate `lr`.
+
+    Every rank calls it with the same number of packs. Raises blame.NotFinite, naming rank, pack and examples, where a
+    loss or gradient is not finite, and gradients.NothingLearned where a tensor that took part has no gradient;
+    in both cases on all ranks, before any parameter has changed.
+    """
+    step = stepper
+    step.optimizer.zero_grad()
+    losses, each = [], []
+    for pack, batch in enumerate(batches):
+        step.phase("forward", pack)
+        out = step.root(batch.to(step.ranks.device), draw=step.draw(number, pack))
+        step.phase("backward", pack)
+        out.loss.backward()
+        losses.append(out.loss.detach())
+        each.append(out.each)
+
+    step.phase("reduce", -1)
+    totals = step.ranks.sum(torch.cat([gradients.squared_norms(step.parameters), _counts(losses, batches)]))
+    *squares, loss, positions, logical, examples, images = totals.tolist()
+    norm = sum(squares) ** 0.5
+    if not (norm < float("inf") and abs(loss) < float("inf")):
+        raise blame.not_finite(step, number, batches, losses)
+    step.coverage.check(squares, images > 0)
+
+    step.phase("optimizer", -1)
+    gradients.clip(step.parameters, norm, step.clip_norm)
+    for group in step.optimizer.param_groups:
+        group["lr"] = lr
+    step.optimizer.step()
+    return StepResult(loss, norm, lr, each, int(positions), int(logical), int(examples))
+
+
+def _counts(losses: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
+    """[5] float64, to be summed over ranks: loss, positions, logical tokens, examples, packs with images."""
+    counted = [
+        sum(batch.positions for batch in batches),
+        sum(batch.logical for batch in batches),
+        sum(len(batch.members) for batch in batches),
+        sum(batch.pixel_values is not None for batch in batches),
+    ]
+    loss = torch.stack(list(losses)).sum().to(torch.float64)
+    return torch.cat([loss[None], torch.tensor(counted, dtype=torch.float64, device=loss.device)])
+
+
+def learning_rate(number: int, updates: int, peak: float, warmup: int, schedule: str) -> float:
+    """Of update `number` (from 0) of `updates`: a linear rise to `peak` over `warmup` updates, then the schedule."""
+    if number < warmup:
+        return peak * (number + 1) / warmup
+    past = (number - warmup) / max(updates - warmup, 1)
+    if schedule == "cosine":
+        return peak * (1 + math.cos(past * math.pi)) / 2
+    return peak * (1 - past) if schedule == "linear" else peak

@@ -1,0 +1,89 @@
+"""What surrounds one layer's own forward: its dropout's draw, its compute copies, and the one recomputation there is.
+
+No module is wrapped (PEFT finds its tensors by module name): a unit's `forward` is replaced on the instance, inside
+FSDP2's hooks. Whatever a recomputation needs, the layout above all, reaches it as an argument of that forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils.checkpoint import checkpoint
+
+from configs.errors import UserError
+from prefix_train import dropout
+from prefix_train.anatomy import Anatomy
+from prefix_train.precision import Copies
+
+
+class UnitForward:
+    """Replaces `module.forward`. recompute: keep only the inputs and run forward again in backward."""
+
+    def __init__(self, module: nn.Module, recompute: bool) -> None:
+        self.recompute = recompute
+        self.copies: AbstractContextManager[None] = nullcontext()
+        self._inner: Callable[..., Any] = module.forward
+        self._dropouts = dropout.find(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._dropouts:
+            dropout.set_draw(self._dropouts, kwargs["layout"].draw)
+        with self.copies:
+            return self._inner(*args, **kwargs)
+
+
+def install(found: Anatomy, recompute: bool) -> None:
+    """Give every unit of the model its UnitForward; decoder layers recompute if `recompute`.
+
+    Raises UserError where the model recomputes by other means already.
+    """
+    refuse_other_recomputation(found.base)
+    for layer in found.layers:
+        layer.forward = UnitForward(layer, recompute)
+    for block in found.blocks:
+        block.forward = UnitForward(block, recompute=False)
+
+
+def compute_in(found: Anatomy, dtype: torch.dtype) -> Copies:
+    """Let every unit compute with copies in `dtype` of its trainable parameters; the returned context is the rest's."""
+    for module in found.units:
+        _forward_of(module).copies = Copies(module, dtype)
+    return Copies(found.base, dtype, nested=found.units)
+
+
+def leave_precision_to_sharding(found: Anatomy) -> None:
+    """Take the copies away again."""
+    for module in found.units:
+        _forward_of(module).copies = nullcontext()
+
+
+def refuse_other_recomputation(model: nn.Module) -> None:
+    """Raise UserError where a module recomputes by transformers' switch or in a wrapper."""
+    for name, module in model.named_modules():
+        if isinstance(module, CheckpointWrapper):
+            raise UserError(
+                f"{name} is in a checkpoint wrapper, and memory.recompute recomputes layers already: "
+                "two recompute paths are refused; remove the wrapper"
+            )
+        if getattr(module, "gradient_checkpointing", False):
+            raise UserError(
+                f"{name or type(module).__name__} has gradient checkpointing switched on, and memory.recompute "
+                "recomputes layers already: two recompute paths are refused; call gradient_checkpointing_disable()"
+            )
+
+
+def _forward_of(module: nn.Module) -> UnitForward:
+    forward = module.forward
+    if not isinstance(forward, UnitForward):
+        raise TypeError(f"{type(module).__name__} has no UnitForward: the model was not prepared")
+    return forward
