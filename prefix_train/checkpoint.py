@@ -18,32 +18,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from configs import runfolder
 from configs.schema import Config
 from prefix_train import random_state
+from prefix_train.dist import Ranks
 from prefix_train.tensors import (
     TensorError,
     check_names,
     full_tensors,
     local,
-    rank,
     read_tensors,
     sha256,
     shard_like,
     sync,
-    world,
     write_tensors,
 )
 
 FORMAT = 1
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-RANDOM = "random.safetensors"
+RANDOM = "random.json"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 
@@ -91,6 +88,7 @@ class Resumed:
 
 def save(
     run: Path,
+    ranks: Ranks,
     trainable: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     cursor: Cursor,
@@ -103,25 +101,31 @@ def save(
     write, and StaleAttempt on rank 0 where the run has gone on to a later life; earlier checkpoints stay as they are.
     """
     _check_trainable(trainable, optimizer)
-    model = full_tensors(trainable)
-    moments, steps = _optimizer_tensors(trainable, optimizer)
-    state = {
-        "format": FORMAT,
-        "attempt": runfolder.process_attempt(),
-        "cursor": asdict(cursor),
-        "optimizer": {"class": type(optimizer).__name__, "states": steps},
-        "facts": _facts(trainable, config),
+    first = ranks.rank == 0
+    files = {MODEL: full_tensors(trainable, keep=first)}
+    moments, entries = _moments(trainable, optimizer)
+    files[OPTIMIZER] = full_tensors(moments, keep=first)
+    texts = {
+        RANDOM: ranks.gather(random_state.capture()),
+        STATE: {
+            "format": FORMAT,
+            "attempt": runfolder.process_attempt(),
+            "cursor": asdict(cursor),
+            "optimizer": {"class": type(optimizer).__name__, "entries": entries},
+            "facts": _facts(ranks, config),
+        },
     }
-    randoms = random_state.gather(_device(trainable))
     final = run / runfolder.CHECKPOINTS / f"update-{cursor.update:06d}"
-    written = False
+    failed = first
     try:
-        if rank() == 0:
-            _write(run, final, {MODEL: model, OPTIMIZER: moments, RANDOM: randoms}, state)
+        if first:
+            _write(run, final, files, texts)
             _prune(run, config.train.keep_checkpoints)
-        written = True
+            failed = False
     finally:
-        _agree(written, final, trainable)
+        somewhere = ranks.any(failed)
+    if somewhere:
+        raise CheckpointError(f"rank 0 could not write {final}")
     return final
 
 
@@ -144,7 +148,9 @@ def latest(run: Path) -> Path | None:
     return folders[-1]
 
 
-def load(folder: Path, trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, config: Config) -> Resumed:
+def load(
+    folder: Path, ranks: Ranks, trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, config: Config
+) -> Resumed:
     """Put the checkpoint in `folder` into `trainable`, `optimizer` and this process's random state.
 
     Every rank calls it; none waits for another. The number of ranks may differ from that at saving. Random state is
@@ -157,11 +163,9 @@ def load(folder: Path, trainable: Mapping[str, Tensor], optimizer: torch.optim.O
         with torch.no_grad():
             local(trainable[name]).copy_(local(shard_like(tensor, trainable[name])))
     _load_optimizer(folder, state["optimizer"], trainable, optimizer)
-    saved, now = state["facts"], _facts(trainable, config)
+    saved, now = state["facts"], _facts(ranks, config)
     if saved["ranks"] == now["ranks"]:
-        mine = f"rank{rank()}."
-        stored = load_file(folder / RANDOM)
-        random_state.restore({name.removeprefix(mine): stored[name] for name in stored if name.startswith(mine)})
+        random_state.restore(runfolder.read_json(folder / RANDOM)[ranks.rank])
     return Resumed(Cursor(**state["cursor"]), tuple(_changes(saved, now)))
 
 
@@ -211,10 +215,10 @@ def _check_trainable(trainable: Mapping[str, Tensor], optimizer: torch.optim.Opt
         )
 
 
-def _optimizer_tensors(
+def _moments(
     trainable: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """The optimizer's tensors as `<entry>/<parameter>` on rank 0, and each parameter's entries (none: no step yet)."""
+    """The optimizer's tensors as `<entry>/<parameter>`, and each parameter's entries (none before its first step)."""
     entries: dict[str, list[str]] = {}
     named: dict[str, Tensor] = {}
     for name, parameter in trainable.items():
@@ -224,7 +228,7 @@ def _optimizer_tensors(
             if not isinstance(state[entry], Tensor):
                 raise CheckpointError(f"{name}: the optimizer's {entry} is no tensor")
             named[f"{entry}/{name}"] = state[entry]
-    return full_tensors(named), entries
+    return named, entries
 
 
 def _load_optimizer(
@@ -233,17 +237,17 @@ def _load_optimizer(
     path = folder / OPTIMIZER
     if saved["class"] != type(optimizer).__name__:
         raise CheckpointError(f"{path}: the optimizer was {saved['class']}, it is {type(optimizer).__name__}")
-    check_names(str(path), saved["states"], trainable)
+    check_names(str(path), saved["entries"], trainable)
     names = {id(parameter): name for name, parameter in trainable.items()}
     whole = optimizer.state_dict()
     whole["state"] = {}
     with safe_open(path, framework="pt") as stored:
-        expected = {f"{entry}/{name}" for name, entries in saved["states"].items() for entry in entries}
+        expected = {f"{entry}/{name}" for name, entries in saved["entries"].items() for entry in entries}
         check_names(str(path), stored.keys(), expected)
         for group, packed in zip(optimizer.param_groups, whole["param_groups"], strict=True):
             for parameter, index in zip(group["params"], packed["params"], strict=True):
                 name = names[id(parameter)]
-                tensors = {entry: stored.get_tensor(f"{entry}/{name}") for entry in saved["states"][name]}
+                tensors = {entry: stored.get_tensor(f"{entry}/{name}") for entry in saved["entries"][name]}
                 if tensors:
                     whole["state"][index] = {
                         entry: shard_like(tensor, parameter) if tensor.shape == parameter.shape else tensor
@@ -252,14 +256,15 @@ def _load_optimizer(
     optimizer.load_state_dict(whole)
 
 
-def _write(run: Path, final: Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+def _write(run: Path, final: Path, files: Mapping[str, Mapping[str, Tensor]], texts: Mapping[str, Any]) -> None:
     aside = final.with_name(f"{final.name}.{platform.node()}.{os.getpid()}.tmp")
     try:
         aside.mkdir(parents=True)
         for name, tensors in files.items():
             write_tensors(aside / name, tensors)
-        runfolder.write_json(aside / STATE, state)
-        written = [aside / name for name in (*files, STATE)]
+        for name, value in texts.items():
+            runfolder.write_json(aside / name, value)
+        written = [aside / name for name in (*files, *texts)]
         hashed = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in written}
         runfolder.write_json(aside / MANIFEST, {"files": hashed})
         sync(aside)
@@ -301,27 +306,13 @@ def _entries(run: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
 
-def _agree(written: bool, final: Path, trainable: Mapping[str, Tensor]) -> None:
-    """Wait for rank 0; raise on the other ranks where it could not write, so that none goes on alone."""
-    if world() == 1:
-        return
-    flag = torch.tensor([int(written)], device=_device(trainable))
-    dist.broadcast(flag, src=0)
-    if written and not flag.item():
-        raise CheckpointError(f"rank 0 could not write {final}")
-
-
-def _device(trainable: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(trainable.values())).device
-
-
-def _facts(trainable: Mapping[str, Tensor], config: Config) -> dict[str, Any]:
+def _facts(ranks: Ranks, config: Config) -> dict[str, Any]:
     """What equal bits depend on."""
     options = asdict(config)
     return {
-        "ranks": world(),
+        "ranks": ranks.world,
         "threads": torch.get_num_threads(),
-        "device": _device(trainable).type,
+        "device": ranks.device.type,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
         "options": {name: options[name] for name in COMPUTING},
     }

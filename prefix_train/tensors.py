@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,16 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 class TensorError(RuntimeError):
     """Tensors that are not those that were asked for: which file, which names, what instead."""
-
-
-def rank() -> int:
-    """This process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world() -> int:
-    """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def read_tensors(path: Path, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -60,14 +49,14 @@ def check_names(where: str, found: Iterable[str], wanted: Iterable[str]) -> None
         )
 
 
-def full_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Full copies of sharded or plain tensors, on rank 0's CPU; nothing on other ranks. Every rank calls it."""
+def full_tensors(named: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Full copies of sharded or plain tensors, on the CPU; nothing where `keep` is not set. Every rank calls it."""
     gathered = {}
     for name, tensor in named.items():
         whole = tensor.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        if rank() == 0:
+        if keep:
             gathered[name] = whole.to("cpu", copy=True).contiguous()
     return gathered
 

@@ -18,10 +18,12 @@ from torch import Tensor
 from configs import runfolder
 from configs.schema import Config, TrainConfig
 from prefix_train import checkpoint, tensors
+from prefix_train.dist import Ranks
 from prefix_train.tensors import TensorError
 from tests import trained
 
 CONFIG = Config()
+ALONE = Ranks(0, 1, torch.device("cpu"), None)
 
 
 def cursor(update: int) -> checkpoint.Cursor:
@@ -40,10 +42,10 @@ class Life:
         return trained.train(self.model, self.optimizer, updates)
 
     def save(self, run: Path, update: int, config: Config = CONFIG) -> Path:
-        return checkpoint.save(run, trained.trainable(self.model), self.optimizer, cursor(update), config)
+        return checkpoint.save(run, ALONE, trained.trainable(self.model), self.optimizer, cursor(update), config)
 
     def load(self, folder: Path, config: Config = CONFIG) -> checkpoint.Resumed:
-        return checkpoint.load(folder, trained.trainable(self.model), self.optimizer, config)
+        return checkpoint.load(folder, ALONE, trained.trainable(self.model), self.optimizer, config)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +185,7 @@ def test_only_text_json_and_safetensors(tmp_path: Path, life: Life) -> None:
         "manifest.json",
         "model.safetensors",
         "optimizer.safetensors",
-        "random.safetensors",
+        "random.json",
         "state.json",
     ]
     for path in folder.glob("*.json"):
@@ -306,7 +308,7 @@ def test_another_format_and_another_optimizer(tmp_path: Path, life: Life) -> Non
     fresh = Life()
     sgd = torch.optim.SGD(trained.trainable(fresh.model).values(), lr=0.1)
     with pytest.raises(checkpoint.CheckpointError, match="the optimizer was AdamW, it is SGD"):
-        checkpoint.load(folder, trained.trainable(fresh.model), sgd, CONFIG)
+        checkpoint.load(folder, ALONE, trained.trainable(fresh.model), sgd, CONFIG)
     state = json.loads((folder / checkpoint.STATE).read_text())
     runfolder.write_json(folder / checkpoint.STATE, {**state, "format": 99})
     with pytest.raises(checkpoint.CheckpointError, match="format 99; this version reads 1"):
@@ -317,7 +319,7 @@ def test_what_must_not_be_saved(tmp_path: Path, life: Life) -> None:
     wanted = trained.trainable(life.model)
 
     def save(named: dict[str, Tensor], optimizer: torch.optim.Optimizer = life.optimizer) -> None:
-        checkpoint.save(tmp_path, named, optimizer, cursor(1), CONFIG)
+        checkpoint.save(tmp_path, ALONE, named, optimizer, cursor(1), CONFIG)
 
     with pytest.raises(checkpoint.CheckpointError, match="nothing is trained"):
         save({})

@@ -1,0 +1,349 @@
+"""What a run tells: metrics.jsonl, TensorBoard files, trackers, and progress on a terminal or as plain lines.
+
+Rank 0 reports, the others hold a reporter that does nothing. Everything about an update is reported before its
+checkpoint is saved; a resumed run drops what came after its checkpoint, so that its metrics are those of an unbroken
+run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from configs import runfolder
+from configs.errors import UserError
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update did, over all ranks; counts are of what ran."""
+
+    update: int
+    """Number of the update, from 1."""
+    epoch: float
+    """Passes over the training examples, this update included."""
+    loss: float
+    """The weighted sum that was minimised."""
+    target_loss: float
+    """Sum of the cross-entropy over all examples' target tokens."""
+    example_loss: float
+    """Sum over examples of the mean over their target tokens."""
+    lr: float
+    grad_norm: float
+    """Global norm before clipping."""
+    packs: int
+    examples: int
+    targets: int
+    """Target tokens, counted in every example."""
+    positions: int
+    logical_tokens: int
+    seconds: float
+    memory_bytes: int
+    """Most memory in use so far, on the rank that used most: the GPU's, on a CPU the process's."""
+
+
+def figures(done: Update) -> dict[str, float]:
+    """The line of metrics.jsonl: counts, means and rates of an update. Raises ValueError where one is not finite."""
+    line: dict[str, float] = {
+        "update": done.update,
+        "epoch": done.epoch,
+        "loss": done.loss,
+        "loss_per_target": done.target_loss / done.targets,
+        "loss_per_example": done.example_loss / done.examples,
+        "lr": done.lr,
+        "grad_norm": done.grad_norm,
+        "packs": done.packs,
+        "examples": done.examples,
+        "targets": done.targets,
+        "positions": done.positions,
+        "logical_tokens": done.logical_tokens,
+        "seconds": done.seconds,
+        "positions_per_s": done.positions / done.seconds,
+        "logical_tokens_per_s": done.logical_tokens / done.seconds,
+        "memory_bytes": done.memory_bytes,
+    }
+    for name, value in line.items():
+        if not math.isfinite(value):
+            raise ValueError(f"update {done.update}: {name} is {value}")
+    return line
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Most memory that this process had in use: on a GPU what torch allocated, on a CPU the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; one that is still being written (no line feed yet) is left out.
+
+    Raises ValueError naming the line where one is not a JSON object with an `update`.
+    """
+    path = run / runfolder.METRICS
+    if not path.exists():
+        return []
+    lines = []
+    *whole, _ = path.read_text(encoding="utf-8").split("\n")
+    for number, text in enumerate(whole, 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+        if not isinstance(line, dict) or type(line.get("update")) is not int:
+            raise ValueError(f"{path}:{number}: an object with an update is expected")
+        lines.append(line)
+    return lines
+
+
+def totals(run: Path) -> dict[str, Any]:
+    """What all of a run's updates did together, over all of its lives; empty before the first."""
+    done = [line for line in read_metrics(run) if "loss" in line]
+    if not done:
+        return {}
+    sums = ("packs", "examples", "targets", "positions", "logical_tokens", "seconds")
+    return {
+        "updates": len(done),
+        "loss_first": done[0]["loss"],
+        "loss_last": done[-1]["loss"],
+        **{name: sum(line[name] for line in done) for name in sums},
+        "memory_bytes": max(line["memory_bytes"] for line in done),
+    }
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per line; a line is on the disk when `append` returns."""
+
+    def __init__(self, run: Path, resumed: int) -> None:
+        """Keep the lines up to update `resumed`, whole. Raises ValueError where one of them is missing or double."""
+        self.run, self.path = run, run / runfolder.METRICS
+        kept = [line for line in read_metrics(run) if line["update"] <= resumed]
+        numbers = [line["update"] for line in kept if "loss" in line]
+        if numbers != list(range(1, resumed + 1)):
+            wrong = next(n for n in range(1, resumed + 2) if numbers[n - 1 : n] != [n])
+            raise ValueError(f"{self.path}: update {wrong} of {resumed} that the checkpoint holds is missing or double")
+        runfolder.write_text(self.path, "".join(map(_line, kept)), run=run)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Add one object. Raises StaleAttempt where the run has gone on to a later life."""
+        runfolder.check_attempt(self.run)
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(_line(line))
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+class Reporter:
+    """Tells about one life of a run. `resumed`: updates of the checkpoint that it goes on from.
+
+    trackers: Accelerate's names; Raises UserError for an unknown one and for one whose package is not installed.
+    stream: where progress goes; a bar (rich) if it is a terminal, else a line every `every_s` seconds.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        rank: int,
+        total: int,
+        resumed: int = 0,
+        trackers: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+        stream: TextIO | None = None,
+        every_s: float = 10.0,
+    ) -> None:
+        self.run, self.rank = run, rank
+        if rank != 0:
+            return
+        self._trackers = start_trackers(trackers, run, options or {})
+        self._metrics = MetricsFile(run, resumed)
+        # Imported by the rank that writes: the import alone costs others memory and a third of a second.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(run / runfolder.TENSORBOARD), purge_step=resumed + 1 if resumed else None)
+        self._progress = _progress(stream or sys.stderr, total, resumed, every_s)
+
+    def updated(self, done: Update) -> None:
+        """Report a finished update."""
+        if self.rank == 0:
+            line = figures(done)
+            self._record(done.update, line)
+            self._progress.updated(line)
+
+    def evaluated(self, update: int, values: Mapping[str, float]) -> None:
+        """Report an evaluation after `update` updates, before that update's checkpoint; names begin `heldout_`."""
+        if self.rank == 0:
+            line = {f"heldout_{name}": value for name, value in values.items()}
+            self._record(update, {"update": update, **line})
+            self.say(f"update {update}: " + ", ".join(f"{name} {value:.4g}" for name, value in line.items()))
+
+    def say(self, text: str) -> None:
+        """One line for people."""
+        if self.rank == 0:
+            self._progress.say(text)
+
+    def close(self) -> None:
+        """Finish the progress display, the files and the trackers."""
+        if self.rank == 0:
+            self._progress.close()
+            self._board.close()
+            for tracker in self._trackers:
+                tracker.finish()
+
+    def finish(self) -> dict[str, Any]:
+        """Say what the run did, all lives together, and where to look; the totals (empty on other ranks)."""
+        if self.rank != 0:
+            return {}
+        done = totals(self.run)
+        for text in final_lines(self.run, done):
+            self.say(text)
+        return done
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _record(self, update: int, line: Mapping[str, float]) -> None:
+        self._metrics.append(line)
+        values = {name: value for name, value in line.items() if name != "update"}
+        for name, value in values.items():
+            self._board.add_scalar(name, value, update)
+        for tracker in self._trackers:
+            tracker.log(values, step=update)
+
+
+def final_lines(run: Path, done: Mapping[str, Any]) -> list[str]:
+    """The last lines of a training run."""
+    if not done:
+        return ["no update was done"]
+    times = done["logical_tokens"] / done["positions"]
+    return [
+        f"{done['updates']} updates in {_clock(done['seconds'])}: loss {done['loss_first']:.4f} -> "
+        f"{done['loss_last']:.4f}; {done['positions']:,} positions for {done['logical_tokens']:,} logical tokens "
+        f"({times:.1f} times), {done['positions'] / done['seconds']:,.0f} positions/s",
+        f"metrics: {run / runfolder.METRICS}; curves: tensorboard --logdir {run / runfolder.TENSORBOARD}",
+    ]
+
+
+def start_trackers(names: Sequence[str], run: Path, options: Mapping[str, Any]) -> list[Any]:
+    """Accelerate's trackers of these names, told about the run's `options`; TensorBoard is always there and left out.
+
+    Raises UserError for a name that Accelerate does not know and for one whose package is not installed.
+    """
+    if not names:
+        return []
+    from accelerate import PartialState, tracking
+
+    known = tracking.LOGGER_TYPE_TO_CLASS
+    available = {str(name) for name in tracking.get_available_trackers()}
+    builtin = {name for name, kind in known.items() if kind.__module__ == tracking.__name__}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"trackers: {name!r} is unknown; {hint}Accelerate knows {', '.join(sorted(known))}")
+        if name in builtin and name not in available:
+            raise UserError(f"trackers: the package of {name} is not installed; install it or leave {name} out")
+    # The trackers' log lines need Accelerate's state, whose construction may change the number of threads.
+    threads = torch.get_num_threads()
+    PartialState(cpu=True)
+    torch.set_num_threads(threads)
+    started = []
+    for name in dict.fromkeys(names):
+        if name == "tensorboard":
+            continue
+        kind = known[name]
+        folder = (run / runfolder.LOGS / name,) if kind.requires_logging_directory else ()
+        tracker = kind(run.name, *folder)
+        tracker.start()
+        tracker.store_init_configuration(_flat(options))
+        started.append(tracker)
+    return started
+
+
+class _Lines:
+    """Progress as plain lines."""
+
+    def __init__(self, stream: TextIO, total: int, resumed: int, every_s: float) -> None:
+        self.stream, self.total, self.every_s = stream, total, every_s
+        self.first, self.begin, self.last = resumed + 1, time.monotonic(), -math.inf
+
+    def updated(self, line: Mapping[str, float]) -> None:
+        now, number = time.monotonic(), int(line["update"])
+        if now - self.last < self.every_s and number not in (self.first, self.total):
+            return
+        self.last = now
+        left = (now - self.begin) / (number - self.first + 1) * (self.total - number)
+        self.say(f"update {number}/{self.total}  {_summary(line)}  {_clock(left)} left")
+
+    def say(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """Progress as a bar on a terminal."""
+
+    def __init__(self, stream: TextIO, total: int, resumed: int) -> None:
+        columns = (TextColumn("update"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"))
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=stream, highlight=False))
+        self.task = self.bar.add_task("train", total=total, completed=resumed, text="")
+        self.bar.start()
+
+    def updated(self, line: Mapping[str, float]) -> None:
+        self.bar.update(self.task, completed=int(line["update"]), text=_summary(line))
+
+    def say(self, text: str) -> None:
+        self.bar.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.bar.stop()
+
+
+def _progress(stream: TextIO, total: int, resumed: int, every_s: float) -> _Lines | _Bar:
+    return _Bar(stream, total, resumed) if stream.isatty() else _Lines(stream, total, resumed, every_s)
+
+
+def _summary(line: Mapping[str, float]) -> str:
+    return (
+        f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  grad {line['grad_norm']:.3g}  "
+        f"{line['positions_per_s']:,.0f} positions/s  {line['logical_tokens_per_s']:,.0f} logical tokens/s  "
+        f"{line['memory_bytes'] / 2**30:.2f} GiB"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by dotted name, as scalars or text: what every tracker takes."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return flat
