@@ -303,13 +303,14 @@ class _Bar:
     """Progress as a bar on a terminal."""
 
     def __init__(self, stream: TextIO, total: int, resumed: int) -> None:
-        columns = (TextColumn("update"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"))
+        columns = (TextColumn("update"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[text]}"))
         self.bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=stream, highlight=False))
         self.task = self.bar.add_task("train", total=total, completed=resumed, text="")
         self.bar.start()
 
     def updated(self, line: Mapping[str, float]) -> None:
-        self.bar.update(self.task, completed=int(line["update"]), text=_summary(line))
+        text = f"loss {line['loss']:.4f} {line['logical_tokens_per_s']:,.0f} logical tokens/s"
+        self.bar.update(self.task, completed=int(line["update"]), text=text)
 
     def say(self, text: str) -> None:
         self.bar.console.print(text, markup=False, soft_wrap=True)
