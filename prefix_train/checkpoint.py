@@ -28,6 +28,7 @@ from prefix_train.dist import Ranks
 from prefix_train.tensors import (
     TensorError,
     check_names,
+    check_plain,
     full_tensors,
     local,
     read_tensors,
@@ -45,7 +46,6 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 
 COMPLETE = re.compile(r"update-(\d{6,})")
-WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors")
 COMPUTING = ("seed", "engine", "model", "data", "pack", "adapter", "train", "memory")
 """Sections of the options that decide what is computed."""
@@ -202,9 +202,8 @@ def _check_trainable(trainable: Mapping[str, Tensor], optimizer: torch.optim.Opt
     """Raise CheckpointError unless the names are plain, everything is trained in float32 and by this optimizer."""
     if not trainable:
         raise CheckpointError("nothing is trained: a checkpoint would be empty")
+    check_plain(trainable)
     for name, tensor in trainable.items():
-        if wrapper := next((wrapper for wrapper in WRAPPERS if wrapper in name), None):
-            raise CheckpointError(f"{name}: a wrapped module ({wrapper}) hides its parameters from PEFT; wrap none")
         if tensor.dtype != torch.float32 or not tensor.requires_grad:
             kind = f"{tensor.dtype}, requires_grad={tensor.requires_grad}"
             raise CheckpointError(f"{name} is {kind}; a checkpoint holds trained float32 parameters only")

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
 
 class TensorError(RuntimeError):
     """Tensors that are not those that were asked for: which file, which names, what instead."""
@@ -47,6 +49,13 @@ def check_names(where: str, found: Iterable[str], wanted: Iterable[str]) -> None
             f"{where} does not hold exactly the {len(want)} trained tensors: "
             f"missing {_some(want - have)}, unexpected {_some(have - want)}"
         )
+
+
+def check_plain(names: Iterable[str]) -> None:
+    """Raise TensorError for a parameter inside a wrapped module: PEFT finds tensors by module name and drops it."""
+    for name in names:
+        if wrapper := next((wrapper for wrapper in WRAPPERS if wrapper in name), None):
+            raise TensorError(f"{name}: a wrapped module ({wrapper}) hides its parameters from PEFT; wrap none")
 
 
 def full_tensors(named: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:

@@ -1,0 +1,132 @@
+"""What a run gives away: an adapter in PEFT's format, or a whole model in transformers'.
+
+The folder is written aside, read back, compared tensor by tensor with what was trained, and only then renamed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from configs import runfolder
+from configs.errors import UserError
+from prefix_train import anatomy, checkpoint
+from prefix_train.model import audit
+from prefix_train.tensors import TensorError, check_names, check_plain, digest, read_tensors, write_tensors
+
+RECORD = "export.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. digest: SHA-256 of the trained tensors under their names in training, as `tensors.digest`."""
+
+    folder: Path
+    digest: str
+    tensors: int
+    parameters: int
+
+
+def export(
+    model: nn.Module, processor: Any, trained: Mapping[str, Tensor], folder: Path, run: Path | None = None
+) -> Exported:
+    """Write the adapter of a PEFT model, or the whole of a transformers model of which everything is trained.
+
+    model: as trained, sharded or not; its classes, names and configurations are used, none of its tensors but buffers.
+    trained: every trained tensor by name, full, on the CPU: `full_tensors` of ranks, or `from_checkpoint`. Called by
+    one process. With `run` given, a process of an earlier life raises StaleAttempt. Raises TensorError where PEFT or
+    transformers would leave a tensor out or change it, UserError where `folder` holds something else.
+    """
+    check_names(str(folder), trained, anatomy.trainable(model))
+    check_plain(trained)
+    if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
+        raise UserError(f"{folder} holds something that is no export; name a new folder")
+    aside = folder.with_name(f".{folder.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        if isinstance(model, PeftModel):
+            _write_adapter(model, trained, aside)
+        else:
+            _write_model(anatomy.find(model).base, processor, trained, aside)
+        done = Exported(folder, digest(trained), len(trained), sum(tensor.numel() for tensor in trained.values()))
+        runfolder.write_json(
+            aside / RECORD, {"digest": done.digest, "tensors": done.tensors, "parameters": done.parameters}
+        )
+        if run is not None:
+            runfolder.check_attempt(run)
+        _replace(folder, aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return done
+
+
+def from_checkpoint(folder: Path, model: nn.Module) -> dict[str, Tensor]:
+    """The trained tensors of a checkpoint, which must be exactly those of `model`, prepared as for its training."""
+    checkpoint.verify(folder)
+    return dict(read_tensors(folder / checkpoint.MODEL, anatomy.trainable(model)))
+
+
+def _write_adapter(model: PeftModel, trained: Mapping[str, Tensor], folder: Path) -> None:
+    """`adapter_model.safetensors` and `adapter_config.json`, as PEFT's `save_pretrained` writes them."""
+    name = model.active_adapter
+    given = dict(trained)
+    try:
+        exported = get_peft_model_state_dict(model, given, name, save_embedding_layers=False)
+    except KeyError as error:
+        raise TensorError(f"PEFT's export does not find {error} among the trained tensors") from error
+    names = {id(tensor): name for name, tensor in given.items()}
+    check_names("PEFT's export", [names[id(tensor)] for tensor in exported.values()], given)
+    write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, exported)
+    _compare(folder / SAFETENSORS_WEIGHTS_NAME, load_file(folder / SAFETENSORS_WEIGHTS_NAME), exported)
+
+    config = copy.deepcopy(model.peft_config[name])
+    config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)
+    base = type(model.get_base_model())
+    mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+
+
+def _write_model(base: Any, processor: Any, trained: Mapping[str, Tensor], folder: Path) -> None:
+    """What `from_pretrained` loads, through a skeleton: `base` itself is patched and perhaps sharded."""
+    with torch.device("meta"):
+        skeleton = type(base)(copy.deepcopy(base.config))
+    skeleton.generation_config = base.generation_config
+    check_names(type(base).__name__, trained, dict(skeleton.named_parameters()))
+    buffers = dict(base.named_buffers())
+    state = {name: buffers[name].detach().cpu() for name in skeleton.state_dict() if name in buffers}
+    skeleton.save_pretrained(folder, state_dict={**trained, **state})
+    processor.save_pretrained(folder)
+    again, keys = type(base).from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    audit(folder, keys)
+    _compare(folder, dict(again.named_parameters()), trained)
+
+
+def _compare(where: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    check_names(str(where), found, wanted)
+    for name, tensor in wanted.items():
+        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor):
+            raise TensorError(f"{where}: {name} is not what was written")
+
+
+def _replace(folder: Path, aside: Path) -> None:
+    """Put `aside` in the place of `folder`."""
+    old = aside.with_suffix(".old.tmp")
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
