@@ -56,20 +56,6 @@ def write_digits(folder: Path) -> dict[str, int]:
     return {name: files[name].count(b"\n") for name in (TRAIN, HELDOUT)}
 
 
-def digit_of(answer: str) -> int | None:
-    """The digit that an answer under either instruction names; None where the answer is malformed."""
-    try:
-        value = json.loads(answer)
-    except json.JSONDecodeError:
-        return None
-    if not isinstance(value, dict):
-        return None
-    if value.get("word") in WORDS:
-        return WORDS.index(value["word"])
-    digit = value.get("digit")
-    return digit if type(digit) is int and 0 <= digit <= 9 else None
-
-
 def _files() -> dict[str, bytes]:
     """Everything that the demonstration consists of, by path below its folder."""
     data = load_digits()
