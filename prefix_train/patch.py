@@ -1,0 +1,341 @@
+"""Makes an unmodified transformers model compute over a forest of segments, exactly.
+
+A patch is data: (object, attribute, replacement), set on instances, never on classes, so that another model of the same
+class is untouched and undoing restores the model to the byte. `families` names what is understood; everything else,
+and every argument that would make a pack differ from its examples alone, is refused by name.
+
+The layout is an argument of the model's forward. transformers passes it on as a keyword to each decoder layer and from
+there to each token mixer, so that a recomputed layer sees the layout that it was first computed with.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from prefix_train import attention as attention_kernels
+from prefix_train import deltanet as deltanet_kernels
+from prefix_train.families import ROUTER_LOSS, Family, NotExact, Parts, find_parts, refuse_inexact
+from prefix_train.layout import Layout
+
+ATTENTION_NAME = "shared_prefix"
+"""Name of tree attention among transformers' attention implementations. It has no mask function: no mask is built."""
+
+UNDERSTOOD = {
+    "image_grid_thw",
+    "input_ids",
+    "inputs_embeds",
+    "layout",
+    "logits_to_keep",
+    "mm_encoder_outputs",
+    "mm_token_type_ids",
+    "output_hidden_states",
+    "pixel_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+"""Arguments of a forward that keep a pack exact; any other is refused unless it is None or False."""
+
+REASONS = {
+    "attention_mask": "a pack has no padding, and what sees what follows from the layout",
+    "cache": "a pack is computed in one piece",
+    "past_key_values": "a pack is computed in one piece",
+    "labels": "they would be shifted over the segments' boundaries; compute the loss from the hidden states",
+    "output_router_logits": ROUTER_LOSS,
+    "output_attentions": "tree attention does not form the probabilities",
+    "is_causal": "what sees what follows from the layout",
+}
+"""Why an argument is refused, where the name alone does not say it."""
+
+
+class Patch:
+    """`holder.name = replacement`, in the instance's own dictionary, and its undoing."""
+
+    __slots__ = ("holder", "name", "original", "replacement")
+
+    _absent = object()
+
+    def __init__(self, holder: object, name: str, replacement: object) -> None:
+        self.holder, self.name, self.replacement = holder, name, replacement
+        self.original: object = vars(holder).get(name, self._absent)
+
+    @property
+    def in_place(self) -> bool:
+        """Is the replacement what the object holds?"""
+        return vars(self.holder).get(self.name) is self.replacement
+
+    def apply(self) -> None:
+        """Put the replacement into the object."""
+        vars(self.holder)[self.name] = self.replacement
+
+    def undo(self) -> None:
+        """Put back what was there. RuntimeError where somebody else replaced the attribute since."""
+        if not self.in_place:
+            raise RuntimeError(
+                f"{type(self.holder).__name__}.{self.name} was replaced after shared_prefix; undo that first"
+            )
+        if self.original is self._absent:
+            del vars(self.holder)[self.name]
+        else:
+            vars(self.holder)[self.name] = self.original
+
+
+class Mixer:
+    """What a patched token mixer knows: its name, and the handle that it reports to."""
+
+    __slots__ = ("handle", "name")
+
+    def __init__(self, name: str, handle: Handle) -> None:
+        self.name, self.handle = name, handle
+
+    def admit(self, layout: object, length: int) -> Layout:
+        """The layout that reached this layer, recorded; NotExact where it is none or not one of `length` tokens."""
+        if not isinstance(layout, Layout):
+            raise NotExact(f"{self.name}: no layout reached this layer; what calls it dropped the keyword `layout`")
+        if layout.total != length:
+            raise NotExact(f"{self.name}: the layout has {layout.total} tokens, this layer's input {length}")
+        self.handle.reached[self.name] = layout
+        return layout
+
+
+class Handle:
+    """An installed patch. `remove()` undoes it.
+
+    attention, deltanet: kernels as asked for. parts: the modules that are patched. patches: what was replaced.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts, attention: str, deltanet: str) -> None:
+        self.model, self.parts, self.attention, self.deltanet = model, parts, attention, deltanet
+        self.reached: dict[str, Layout] = {}
+        self.probing = False
+        self.patches = self._plan()
+
+    def install(self) -> None:
+        """Apply every patch and probe; a failure leaves the model as it was."""
+        for patch in self.patches:
+            patch.apply()
+        try:
+            self.probe()
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Undo every patch."""
+        for patch in reversed(self.patches):
+            patch.undo()
+
+    def probe(self) -> None:
+        """Run a forest of four tokens through the model with mixers that only report; NotExact unless all do.
+
+        Costs four rows of the token-wise layers; leaves parameters, gradients and random states alone.
+        """
+        layout = Layout.from_tree(lengths=[2, 1, 1], parents=[-1, 0, 0])
+        device = next(self.parts.decoder.parameters()).device
+        layout = layout.to(device)
+        self.probing = True
+        try:
+            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                self.model(
+                    input_ids=torch.zeros(1, 4, dtype=torch.int64, device=device),
+                    position_ids=layout.position_ids(),
+                    layout=layout,
+                    use_cache=False,
+                )
+        finally:
+            self.probing = False
+
+    def check_reached(self, layout: Layout) -> None:
+        """Raise NotExact unless exactly this layout reached every mixer since the forward began."""
+        for name in (*self.parts.attention, *self.parts.delta_nets):
+            if self.reached.get(name) is not layout:
+                raise NotExact(f"{name}: the forward ended, but the layout did not reach this layer")
+
+    def _plan(self) -> list[Patch]:
+        parts = self.parts
+        config = copy.copy(vars(parts.decoder)["config"])
+        config._attn_implementation = ATTENTION_NAME
+        patches = [Patch(parts.decoder, "config", config)]
+        patches.append(Patch(parts.decoder, "forward", partial(_decoder_forward, self, parts.decoder)))
+        for entrance in parts.entrances.values():
+            patches.append(Patch(entrance, "forward", partial(_entrance_forward, self, entrance)))
+        for name, module in parts.attention.items():
+            patches.append(Patch(module, "config", config))
+            patches.append(Patch(module, "forward", partial(type(module).forward, module, mixer=Mixer(name, self))))
+        for name, module in parts.delta_nets.items():
+            patches.append(Patch(module, "forward", partial(_delta_net_forward, module, mixer=Mixer(name, self))))
+        return patches
+
+
+@contextmanager
+def shared_prefix(model: nn.Module, attention: str = "auto", deltanet: str = "auto") -> Iterator[Handle]:
+    """Within this context the model's forward takes `layout=` and computes over that forest of segments, exactly.
+
+    model: a transformers model, or a PEFT model around one. attention: kernels of tree attention, `dense`, `merged`,
+    `flex` or `auto`. deltanet: kernels of Gated DeltaNet, `reference`, `fla` or `auto`.
+
+    The forward takes input_ids [1, T] (or inputs_embeds [1, T, hidden]), position_ids [1, T] ([3, 1, T] with images),
+    layout with T tokens, use_cache=False, and the model's image arguments. Raises NotExact (a UserError and a
+    ValueError), naming layer or argument, for what it cannot make exact. Leaving restores the model to the byte.
+    """
+    handle = install(model, attention, deltanet)
+    try:
+        yield handle
+    finally:
+        handle.remove()
+
+
+def install(model: nn.Module, attention: str = "auto", deltanet: str = "auto") -> Handle:
+    """`shared_prefix` for as long as the model is used. Install before `fully_shard`: the probe runs a forward."""
+    parts = find_parts(model)
+    refuse_inexact(model, parts)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, tree_attention_forward)
+    handle = Handle(model, parts, attention, deltanet)
+    handle.install()
+    return handle
+
+
+def _entrance_forward(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A model that holds the decoder: its own forward, for arguments that keep a pack exact."""
+    _check_arguments(handle.parts.family, module, args, kwargs)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _decoder_forward(handle: Handle, module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """The decoder: its own forward, where afterwards the layout must have reached every mixer."""
+    given = _check_arguments(handle.parts.family, module, args, kwargs)
+    layout: Layout = given["layout"]
+    if given.get("use_cache", module.config.use_cache):
+        raise NotExact("use_cache: a pack is computed in one piece; pass use_cache=False")
+    _refuse_autocast(module, layout.device)
+    handle.reached.clear()
+    output = type(module).forward(module, *args, **kwargs)
+    handle.check_reached(layout)
+    handle.reached.clear()
+    return output
+
+
+def _check_arguments(
+    family: Family, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """What a forward was given, by name and without what is None; NotExact for what would make a pack inexact."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    given = {name: value for name, value in {**bound, **bound.get("kwargs", {})}.items() if value is not None}
+    for name in given.keys() - UNDERSTOOD - {"self", "kwargs"}:
+        if given[name] is not False or name == "is_causal":
+            raise NotExact(f"{name}: {REASONS.get(name, 'not an argument that is exact over a tree')}")
+    layout = given.get("layout")
+    if not isinstance(layout, Layout):
+        raise NotExact("layout: the model is under shared_prefix; pass the pack's Layout as the keyword `layout`")
+    tokens: Tensor = given["inputs_embeds"] if "inputs_embeds" in given else given["input_ids"]
+    if tokens.shape[0] != 1:
+        raise NotExact(f"a batch of {tokens.shape[0]}: a pack is one buffer; put the examples into one layout")
+    if tokens.shape[1] != layout.total:
+        raise NotExact(f"layout: it has {layout.total} tokens, the input {tokens.shape[1]}")
+    if tokens.device != layout.device:
+        raise NotExact(f"layout: it is on {layout.device}, the input on {tokens.device}; use layout.to(device)")
+    _check_positions(family, given, layout.total)
+    return given
+
+
+def _check_positions(family: Family, given: dict[str, Any], total: int) -> None:
+    if "position_ids" not in given:
+        raise NotExact("position_ids: a pack needs its examples' own; for text pass layout.position_ids()")
+    shape, has_images = tuple(given["position_ids"].shape), "pixel_values" in given or "mm_encoder_outputs" in given
+    wanted = [(3, 1, total)] if has_images else [(1, total), (3, 1, total)][: 1 + family.three_dimensional]
+    if shape not in wanted:
+        raise NotExact(f"position_ids: their shape is {shape}, not {' or '.join(map(str, wanted))}")
+
+
+def _refuse_autocast(decoder: nn.Module, device: torch.device) -> None:
+    """Autocast casts again in recomputation what it cached in the forward, then in another dtype."""
+    if torch.is_autocast_enabled(device.type) and any(
+        parameter.dtype in (torch.bfloat16, torch.float16) for parameter in decoder.parameters()
+    ):
+        raise NotExact(
+            "autocast is on over bfloat16 or float16 weights: leave autocast, the weights' dtype is the computing dtype"
+        )
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    layout: object = None,
+    mixer: Mixer | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention of transformers: query [1, Hq, T, D], key and value [1, Hk, T, D] -> [1, T, Hq, D]."""
+    if mixer is None:
+        raise NotExact(f"attention implementation {ATTENTION_NAME}: it works under shared_prefix(model) only")
+    tree = mixer.admit(layout, query.shape[2])
+    if attention_mask is not None or dropout or sliding_window is not None:
+        raise NotExact(f"{mixer.name}: a mask, dropout or a sliding window was asked for in attention")
+    if mixer.handle.probing:
+        return query.transpose(1, 2), None
+    kernels = attention_kernels.resolve_kernels(mixer.handle.attention, query.device)
+    return attention_kernels.tree_attention(query, key, value, tree, scaling, kernels), None
+
+
+def _delta_net_forward(
+    module: Any,
+    hidden_states: Tensor,
+    cache: object = None,
+    attention_mask: object = None,
+    *,
+    mixer: Mixer,
+    layout: object = None,
+    **_: Any,
+) -> Tensor:
+    """Gated DeltaNet over a tree: hidden states [1, T, hidden] through the module's own weights."""
+    tree = mixer.admit(layout, hidden_states.shape[1])
+    if cache is not None or attention_mask is not None:
+        raise NotExact(f"{mixer.name}: a cache or a mask was asked for")
+    if mixer.handle.probing:
+        return hidden_states
+    if tree.width != module.conv_kernel_size:
+        raise NotExact(
+            f"{mixer.name}: the layout is made for a convolution of width {tree.width}; "
+            f"build it with Layout.from_tree(..., width={module.conv_kernel_size})"
+        )
+    project = mixer.handle.parts.family.project
+    assert project is not None
+    mixed, z, b, a = project(module, hidden_states)
+    kernels = deltanet_kernels.resolve_kernels(mixer.handle.deltanet, hidden_states.device)
+    weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    mixed = deltanet_kernels.tree_conv(mixed[0], weight, bias, tree, kernels=kernels)[None]
+    query, key, value = torch.split(mixed, [module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    decay = -_at_least_float32(module.A_log).exp() * F.softplus(_at_least_float32(a) + module.dt_bias)
+    mixed = deltanet_kernels.tree_delta_rule(
+        query.reshape(1, tree.total, -1, module.head_k_dim),
+        key.reshape(1, tree.total, -1, module.head_k_dim),
+        value.reshape(1, tree.total, -1, module.head_v_dim),
+        decay,
+        b.sigmoid(),
+        tree,
+        kernels=kernels,
+    )
+    normed: Tensor = module.norm(mixed.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
+    output: Tensor = module.out_proj(normed.view(1, tree.total, -1))
+    return output
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
