@@ -1,0 +1,134 @@
+"""What submitit runs in every task: start the rank as a process of its own, and say how it ended.
+
+The rank is a child because only a parent learns how a process was killed (srun and submitit lose it), because thread
+counts and caches must be in the environment before anything is imported, and because a Python signal handler does not
+run while a rank waits in C. submitit's own handlers, which would requeue by themselves, are replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from configs import runfolder
+from configs.compose import from_run
+from configs.schema import Config
+from prefix_train import heartbeat
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+PORT = "PREFIX_TRAIN_PORT"
+"""Rendezvous port that the submitter of a local run found free."""
+DEVICES = "PREFIX_TRAIN_DEVICES"
+"""`CUDA_VISIBLE_DEVICES` of the submitter of a local run; submitit's executor overwrites it."""
+
+FIRST_PORT, PORTS = 20000, 12000
+"""Rendezvous ports of Slurm jobs: below Linux's ephemeral ports."""
+
+
+class Place(NamedTuple):
+    """Where a rank stands among the others."""
+
+    rank: int
+    world: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def run_rank(run: str) -> None:
+    """Run one rank of the run folder `run` to its end; exits with the rank's status, 128 + n after signal n."""
+    folder = Path(run)
+    config, place = from_run(folder), find_place(os.environ)
+    log = folder / runfolder.LOGS / f"rank{place.rank}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **rank_environment(config, place, os.environ)}
+    with log.open("ab") as stream:
+        child = subprocess.Popen(
+            [sys.executable, "-u", "-m", "slurm.rank", run],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            process_group=0,  # a Ctrl-C in the terminal comes through here, once
+        )
+    _forward_signals(child)
+    status = child.wait()
+    record_end(folder, place, child.pid, status)
+    if status:
+        raise SystemExit(status if status > 0 else 128 - status)
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """Read rank and rendezvous from submitit's environment; on Slurm the port belongs to this life of the job alone."""
+    from submitit import JobEnvironment
+
+    job = JobEnvironment()
+    if job.cluster == "slurm":
+        life = int(job.raw_job_id) * 31 + int(environment.get("SLURM_RESTART_COUNT", "0"))
+        address, port = job.hostnames[0], FIRST_PORT + life % PORTS
+    else:
+        address, port = "127.0.0.1", int(environment[PORT])
+    return Place(job.global_rank, job.num_tasks, job.local_rank, address, port)
+
+
+def rank_environment(config: Config, place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+    """What a rank needs in its environment before its interpreter starts."""
+    threads = str(config.train.threads)
+    cache = cache_folder() / f"rank{place.local_rank}"
+    found = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world),
+        "LOCAL_RANK": str(place.local_rank),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TILELANG_CACHE_DIR": str(cache / "tilelang"),
+    }
+    if DEVICES in environment:
+        found["CUDA_VISIBLE_DEVICES"] = environment[DEVICES]
+    return found
+
+
+def cache_folder() -> Path:
+    """This node's own folder for compiled kernels. Kernels are code: nobody else may be able to write there."""
+    folder = Path(tempfile.gettempdir()) / f"prefix-train-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022 or folder.is_symlink():
+        raise PermissionError(f"{folder} is not this user's own: others could plant kernels in it; remove it")
+    return folder
+
+
+def record_end(run: Path, place: Place, pid: int, status: int) -> None:
+    """Write how the rank ended, `status` being Popen's, unless it did so itself."""
+    attempt = runfolder.process_attempt()
+    own = any(
+        end.rank == place.rank and end.attempt == attempt and end.pid == pid and end.status == status
+        for end in heartbeat.read_ends(run)
+    )
+    if own:
+        return
+    if status < 0:
+        heartbeat.ended(run, place.rank, place.world, signal=-status, pid=pid)
+    else:
+        heartbeat.ended(run, place.rank, place.world, status=status, pid=pid)
+
+
+def _forward_signals(child: subprocess.Popen[bytes]) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
+        child.send_signal(number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)

@@ -1,0 +1,139 @@
+"""`python -m slurm.local RUN`: one job on this machine, its acts in order, in the foreground.
+
+With `cluster=local` the ranks are submitit's local executor's, with a watcher beside them; with `debug` the only rank
+is this very process. Neither submitit's status nor its result is asked: how the job ended is read from the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from configs import runfolder
+from configs.compose import from_run
+from configs.console import make_app, print_json
+from configs.console import run as run_app
+from configs.schema import Config
+from slurm import acts, finish, job, life
+from slurm.acts import Act
+from slurm.finish import Outcome
+from slurm.live import LiveLog
+from slurm.sbatch import make_folder
+
+NO_TIME_LIMIT_MIN = 366 * 24 * 60
+"""submitit's local executor must be given a limit; its own is two minutes."""
+LOOK_EVERY_S = 0.2
+END_WATCHER_S = 5.0
+
+
+def run_job(run: Path) -> Outcome:
+    """All acts of the job in `run`, then its ranks."""
+    config = from_run(run)
+    life.begin_next(run)
+    (run / runfolder.LOGS).mkdir(exist_ok=True)
+    for act in acts.before_training(config, run):
+        status = _run_act(act, run)
+        if status and act.decides:
+            return finish.act_failed(run, act.name, status)
+    os.environ[job.PORT] = str(_free_port())
+    return _train_here(config, run) if config.cluster == "debug" else _train_in_ranks(config, run)
+
+
+def _run_act(act: Act, run: Path) -> int:
+    """Run one act to its end; one that is judged later leaves what it prints in the logs."""
+    if act.decides:
+        return subprocess.run(act.argv, stdin=subprocess.DEVNULL, check=False).returncode
+    with (run / runfolder.LOGS / f"{act.name}.log").open("ab") as log:
+        return subprocess.run(act.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode
+
+
+def _train_in_ranks(config: Config, run: Path) -> Outcome:
+    from submitit import LocalExecutor
+
+    gpus = config.slurm.gpus_per_node
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        os.environ[job.DEVICES] = ",".join(visible.split(",")[:gpus])
+    executor = LocalExecutor(make_folder(run))
+    executor.update_parameters(
+        timeout_min=NO_TIME_LIMIT_MIN, gpus_per_node=gpus, tasks_per_node=config.slurm.tasks_per_node
+    )
+    log = LiveLog(run / runfolder.LOGS / "rank0.log")
+    signal.signal(signal.SIGTERM, _terminate)
+    ranks = executor.submit(job.run_rank, str(run))
+    watcher = subprocess.Popen(
+        acts.command("slurm.watch", str(run), "--parent", str(os.getpid())), stdin=subprocess.DEVNULL
+    )
+    try:
+        while not ranks.done():
+            log.show()
+            time.sleep(LOOK_EVERY_S)
+        log.show(rest=True)
+        watcher.wait(END_WATCHER_S + config.watch.poll_s)
+    except subprocess.TimeoutExpired:
+        pass  # a rank that never started leaves nothing for the watcher to see
+    finally:
+        _end(ranks, watcher)
+    return finish.conclude(run, 0)
+
+
+def _train_here(config: Config, run: Path) -> Outcome:
+    """The only rank, in this process: no watcher, and an exception comes out as it is."""
+    from submitit import DebugExecutor
+
+    from slurm.rank import run_here
+
+    rank = DebugExecutor(make_folder(run)).submit(run_here, run)
+    os.environ["SUBMITIT_EXECUTOR"], os.environ["SUBMITIT_DEBUG_JOB_ID"] = "debug", str(rank.job_id)
+    os.environ.update(job.rank_environment(config, job.find_place(os.environ), os.environ))
+    # `exception` runs it here; `result` would drop into pdb.
+    if (error := rank.exception()) is not None:
+        raise error
+    return finish.conclude(run, 0)
+
+
+def _end(ranks: object, watcher: subprocess.Popen[bytes]) -> None:
+    """Leave no process behind, whatever ended this one."""
+    controller = getattr(ranks, "_process")  # noqa: B009  submitit keeps it to itself
+    if controller.poll() is None:
+        controller.send_signal(signal.SIGINT)
+        controller.wait()
+    if watcher.poll() is None:
+        watcher.terminate()
+        watcher.wait()
+
+
+def _terminate(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+app = make_app("Run a job on this machine. Called by slurm.submit. Example: python -m slurm.local runs/demo-1")
+
+
+@app.command()
+def main(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> int:
+    """Exit with the training's own status; the last line is the result."""
+    ended = run_job(run)
+    print(ended.line, file=sys.stdout if ended.status == 0 else sys.stderr, flush=True)
+    if ended.status == 0:
+        print_json(runfolder.read_json(run / runfolder.RESULT))
+    return ended.status
+
+
+if __name__ == "__main__":
+    run_app(app)

@@ -1,0 +1,170 @@
+"""The sbatch script: submitit writes it, this module says what is in it.
+
+A failing line of submitit's `setup` does not stop the job, and the status of its `teardown` replaces that of the
+training. So each line here says what its failure means, and the first line after the ranks keeps their status.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from configs import runfolder
+from configs.errors import UserError
+from configs.rules import time_limit_s
+from configs.schema import Config
+from slurm import acts, life
+from slurm.acts import Act
+from slurm.finish import GATE_FAILED
+
+FOLDER = "submitit"
+"""Folder within the run folder that is submitit's own: mode 0700, for it holds a pickled call."""
+
+LEAKS = ("SLURM", "SBATCH", "SRUN", "SUBMITIT", "PMI")
+"""Beginnings of variables that a job's environment must not bring into a job submitted from within it."""
+
+
+def without_leaks(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what an outer job left in it; SLURM_CONF stays, it says where the cluster is."""
+    return {name: text for name, text in environment.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
+
+
+def script(config: Config, run: Path) -> str:
+    """The text of the sbatch script for `run`; nothing is written or submitted."""
+    executor = _executor(config, run)
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "")) + "\n"
+
+
+def submit(config: Config, run: Path) -> str:
+    """Submit the job of `run` and return its id. UserError where there is no Slurm or it refuses the job."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    from slurm.job import run_rank
+
+    if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
+        raise UserError(f"no {missing[0]} here: submit from a login node of the cluster, or give cluster=local")
+    make_folder(run)
+    with _environment(without_leaks(os.environ)):
+        try:
+            job = _executor(config, run).submit(run_rank, str(run))
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise UserError(f"Slurm refused the job: {error}") from error
+    return str(job.job_id)
+
+
+def make_folder(run: Path) -> Path:
+    """submitit's folder in the run folder."""
+    folder = run / FOLDER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _executor(config: Config, run: Path) -> Any:
+    from submitit import SlurmExecutor
+
+    class Executor(SlurmExecutor):
+        """Also writes the script where there is no Slurm."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 1
+
+    executor = Executor(run / FOLDER, max_num_timeout=config.slurm.max_requeues)
+    executor.update_parameters(**_parameters(config, run))
+    return executor
+
+
+def _parameters(config: Config, run: Path) -> dict[str, Any]:
+    """What submitit's Slurm executor is told."""
+    slurm = config.slurm
+    given = {name: getattr(slurm, name) for name in ("partition", "account", "qos", "mem", "constraint", "exclude")}
+    given |= {name: getattr(slurm, name) for name in ("nodelist", "dependency", "comment", "mail_user", "mail_type")}
+    extra: dict[str, Any] = {name: text or True for name, text in slurm.extra.items()}
+    if slurm.reservation:
+        extra["reservation"] = slurm.reservation
+    # Slurm gets the user's own words; submitit counts in minutes.
+    extra |= {"time": slurm.time, "output": str(run / runfolder.LOGS / "job-%j.log")}
+    return {
+        **{name: value for name, value in given.items() if value},
+        "job_name": run.name,
+        "time": max(1, time_limit_s(slurm.time) // 60),
+        "nodes": slurm.nodes,
+        "ntasks_per_node": slurm.tasks_per_node,
+        "cpus_per_task": slurm.cpus_per_task,
+        "gpus_per_node": slurm.gpus_per_node or None,
+        "signal_delay_s": slurm.signal_delay_s,
+        "stderr_to_stdout": True,
+        "wckey": None,
+        "additional_parameters": extra,
+        "setup": list(_setup(config, run)),
+        "teardown": ["rc=$?", f"{_line(acts.command('slurm.finish', str(run)), run)} $rc", "exit $?"],
+        "srun_args": ["--kill-on-bad-exit=1", *_step_options(config)],
+    }
+
+
+def _setup(config: Config, run: Path) -> Iterator[str]:
+    yield f"PREFIX_TRAIN_RUN={shlex.quote(str(run))} PREFIX_TRAIN_PYTHON={shlex.quote(sys.executable)}"
+    yield f"export PYTHONSAFEPATH=1 {life.VARIABLE}=${{SLURM_RESTART_COUNT:-0}}"
+    finish = _line(acts.command("slurm.finish", str(run)), run)
+    yield f'stop() {{ PYTHONPATH="$PREFIX_TRAIN_RUN/{runfolder.CODE}" {finish} "$1:$2"; exit $?; }}'
+    for number, line in enumerate(config.slurm.setup, 1):
+        yield line
+        yield f"rc=$?; [ $rc -eq 0 ] || stop 'setup line {number}' $rc"
+    # After the user's lines: loading a module may put other folders before the frozen code.
+    yield f'export PYTHONPATH="$PREFIX_TRAIN_RUN/{runfolder.CODE}${{PYTHONPATH:+:$PYTHONPATH}}"'
+    yield f"{_line(acts.command('slurm.life', str(run)), run)} || exit 1"
+    for act in acts.before_training(config, run):
+        yield _act(act, config, run)
+    watch = _node_step(config, "--overlap", f"--output={run / runfolder.LOGS / 'watch-%j-%n.log'}")
+    yield f"{watch} {_line(acts.command('slurm.watch', str(run)), run)} &"
+
+
+def _act(act: Act, config: Config, run: Path) -> str:
+    line = _line(act.argv, run)
+    if act.where == "node":
+        line = f"{_node_step(config)} {line}"
+    if act.name == acts.GATE:
+        finish = _line(acts.command("slurm.finish", str(run), f"{act.name}:1"), run)
+        nodes = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"'
+        return f"{line} --nodes {nodes} || {{ {finish}; exit {GATE_FAILED}; }}"
+    return f"{line} || stop {act.name} $?" if act.decides else line
+
+
+def _node_step(config: Config, *options: str) -> str:
+    """srun with one task on every node."""
+    nodes = config.slurm.nodes
+    counts = ("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
+    return shlex.join((*counts, *options, *_step_options(config)))
+
+
+def _step_options(config: Config) -> list[str]:
+    """Options of every step: srun does not take these over from sbatch."""
+    options = [f"--cpus-per-task={config.slurm.cpus_per_task}"]
+    if config.slurm.container_image:
+        options.append(f"--container-image={config.slurm.container_image}")
+    return options
+
+
+def _line(argv: tuple[str, ...], run: Path) -> str:
+    """`argv` as shell words, interpreter and run folder by the script's variables."""
+    known = {sys.executable: '"$PREFIX_TRAIN_PYTHON"', str(run): '"$PREFIX_TRAIN_RUN"'}
+    return " ".join(known.get(word) or shlex.quote(word) for word in argv)
+
+
+@contextmanager
+def _environment(environment: dict[str, str]) -> Iterator[None]:
+    """Run the block, and the programs that it starts, in `environment`."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,146 @@
+"""`python -m slurm.submit CONFIG [key=value ...]`: make a run folder of a configuration and start the job in it.
+
+Also `python slurm/submit.py` from any folder. Works without torch: a login node answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if not __package__:  # a script has its own folder on the path, not the one that holds the packages
+    _here = Path(__file__).resolve().parent
+    sys.path[:] = [str(_here.parent), *(entry for entry in sys.path if Path(entry).resolve() != _here)]
+
+import dataclasses
+import os
+import re
+import secrets
+import shlex
+import shutil
+import time
+import unicodedata
+from typing import Annotated
+
+import typer
+
+from configs import compose, runfolder
+from configs.console import make_app, print_json
+from configs.console import run as run_app
+from configs.errors import UserError
+from configs.schema import Config
+from slurm import acts, freeze, sbatch
+
+MAX_NAME = 48
+"""Letters of a run's name that go into its folder's name."""
+
+
+def resolve(config: Config, folder: Path) -> Config:
+    """`config` with absolute paths, relative ones being relative to `folder`; what must be there already is."""
+
+    def absolute(text: str | None) -> str | None:
+        return None if text is None else os.path.abspath(folder / text)
+
+    data = dataclasses.replace(
+        config.data, train=absolute(config.data.train) or "", heldout=absolute(config.data.heldout)
+    )
+    model = dataclasses.replace(config.model, path=absolute(config.model.path))
+    needed = {"model.path": model.path}
+    if data.prepare == "none":
+        needed |= {"data.train": data.train, "data.heldout": data.heldout}
+    for key, path in needed.items():
+        if path is not None and not Path(path).exists():
+            raise UserError(f"{key}: {path} does not exist")
+    run_root = absolute(config.run_root) or ""
+    return dataclasses.replace(config, data=data, model=model, run_root=run_root)
+
+
+def name_run(config: Config) -> Path:
+    """A folder name that no other run has: name, time, and six random letters."""
+    root = Path(config.run_root)
+    for letter in str(root):
+        if letter in ":%" or unicodedata.category(letter) == "Cc":
+            raise UserError(f"run_root: {root} contains {letter!r}, which PYTHONPATH or Slurm would misread")
+    slug = re.sub(r"[^\w.-]+", "_", config.name)[:MAX_NAME].strip("._-") or "run"
+    return root / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def make_run(config: Config, run: Path) -> None:
+    """Make the run folder: the resolved configuration, the frozen code, and the script that starts the job."""
+    run.mkdir(parents=True)
+    for name in (runfolder.LOGS, runfolder.HEARTBEAT, runfolder.HANGS):
+        (run / name).mkdir()
+    runfolder.write_text(run / runfolder.CONFIG, compose.to_yaml(config))
+    freeze.freeze(run)
+    runfolder.write_text(run / runfolder.SUBMIT_SCRIPT, start_script(config, run))
+
+
+def start_script(config: Config, run: Path) -> str:
+    """What starts the job: the sbatch script, or the same for one machine."""
+    if config.cluster == "slurm":
+        return sbatch.script(config, run)
+    code = shlex.quote(str(run / runfolder.CODE))
+    return (
+        "#!/bin/bash\n"
+        f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1\n'
+        f"exec {shlex.join(acts.command('slurm.local', str(run)))}\n"
+    )
+
+
+def start_local(run: Path) -> None:
+    """Become the job: from here on nothing but the frozen code runs."""
+    environment = freeze.environment(run, sbatch.without_leaks(os.environ))
+    sys.stdout.flush()
+    argv = acts.command("slurm.local", str(run))
+    os.execve(argv[0], argv, environment)
+
+
+def describe(config: Config, run: Path) -> str:
+    """Where the run is, what is planned, and how to follow it."""
+    follow = shlex.join(["tail", "-F", str(run / runfolder.LOGS / "rank0.log")])
+    return f"run     {run}\nplan    {plan_line(config)}\nfollow  {follow}"
+
+
+def plan_line(config: Config) -> str:
+    """The plan in one line, from the length index; without one, how to get it."""
+    return "not known yet: there is no length index; the job makes it first (or: prefix-train plan CONFIG)"
+
+
+app = make_app(
+    "Compose, check, freeze the code and start a job. Example: python -m slurm.submit configs/digits.yaml cluster=local"
+)
+
+
+@app.command()
+def main(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Options to change.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")] = False,
+) -> int:
+    """Start a job; with cluster=local or debug, run it here and exit with the training's status."""
+    composed = resolve(compose.load(config, overrides or []), Path.cwd())
+    run = name_run(composed)
+    if dry_run:
+        text = start_script(composed, run)
+        print(f"{describe(composed, run)}\n\n{text}", end="")
+        if as_json:
+            print_json({"run": str(run), "plan": plan_line(composed), "script": text})
+        return 0
+    make_run(composed, run)
+    print(describe(composed, run), flush=True)
+    if composed.cluster != "slurm":
+        start_local(run)
+    try:
+        job = sbatch.submit(composed, run)
+    except UserError:
+        shutil.rmtree(run)
+        raise
+    print(f"job     {job}")
+    if as_json:
+        print_json({"run": str(run), "plan": plan_line(composed), "job": job})
+    return 0
+
+
+if __name__ == "__main__":
+    run_app(app)
