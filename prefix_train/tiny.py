@@ -178,9 +178,10 @@ def _refuse_unknown_keys(values: Mapping[str, Any], kind: type, where: str) -> N
     parts: Mapping[str, type] = kind.sub_configs  # type: ignore[attr-defined]
     names = {field.name for field in dataclasses.fields(kind)}
     _refuse_strangers(values, {*names, *kind.attribute_map, *OLD_KEYS, "model_type"}, where)  # type: ignore[attr-defined]
-    for name, part in parts.items():
-        if isinstance(values.get(name), Mapping):
-            _refuse_unknown_keys(values[name], part, f"{where}.{name}")
+    for name in parts.keys() & values.keys():
+        if not isinstance(values[name], Mapping):
+            raise UserError(f"{where}.{name} is {values[name]!r}: give a configuration with its keys")
+        _refuse_unknown_keys(values[name], parts[name], f"{where}.{name}")
     if isinstance(values.get("rope_parameters"), Mapping):
         known = {*RopeParameters.__annotations__, *kind.ignore_keys_at_rope_validation}  # type: ignore[attr-defined]
         _refuse_strangers(values["rope_parameters"], known, f"{where}.rope_parameters")
@@ -218,7 +219,10 @@ def _model_config(folder: Path) -> PreTrainedConfig:
         raise UserError(
             f"{folder}: no model folder (it holds no config.json); model.path names a folder in transformers' format"
         )
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}/config.json: {error}") from error
 
 
 def _demo_text(name: str) -> str:
