@@ -97,8 +97,9 @@ def save(
     """Write the checkpoint of `cursor.update`, then drop the oldest beyond `train.keep_checkpoints`; its folder.
 
     Every rank calls it with the same names: shards are gathered one tensor at a time, rank 0 writes.
-    `trainable`: every trained float32 parameter by its name. Raises CheckpointError on every rank where rank 0 cannot
-    write, and StaleAttempt on rank 0 where the run has gone on to a later life; earlier checkpoints stay as they are.
+    `trainable`: every trained float32 parameter by its name, taken right after sharding: a forward pass without
+    backward leaves gathered copies in their place. Raises CheckpointError on every rank where rank 0 cannot write,
+    and StaleAttempt on rank 0 where the run has gone on to a later life; earlier checkpoints stay as they are.
     """
     _check_trainable(trainable, optimizer)
     first = ranks.rank == 0

@@ -11,10 +11,10 @@ from prefix_train import adapters
 from tests import models
 
 
-def adapted(family: str = "qwen3_5", seed: int = 0) -> PeftModel:
+def adapted(family: str = "qwen3_5", seed: int = 0, rank: int = 4) -> PeftModel:
     """A tiny model with adapters, and mergers where it has a vision tower; none of the adapters is zero."""
     targets = ["q_proj", "v_proj"] if family == "qwen3_next" else AdapterConfig().targets
-    model = adapters.attach(models.build(family), AdapterConfig(rank=4, targets=targets), seed)
+    model = adapters.attach(models.build(family), AdapterConfig(rank=rank, targets=targets), seed)
     with torch.no_grad():
         for name, parameter in trainable(model).items():
             if "lora_B" in name:
