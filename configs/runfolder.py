@@ -29,6 +29,9 @@ WEIGHTS = "weights"
 RESULT = "result.json"
 PLAN = "plan.json"
 
+STOPPED = 3
+"""Exit status of a rank that was asked to stop, saved a checkpoint and did: the run can go on."""
+
 
 class StaleAttempt(RuntimeError):
     """This process belongs to an earlier life of the job and may not write into its run folder."""

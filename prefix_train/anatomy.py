@@ -38,13 +38,13 @@ def find(model: nn.Module) -> Anatomy:
 
     Raises ValueError where it has no language head or no list of layers.
     """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
     head, decoder = base.get_output_embeddings(), base.get_decoder()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{type(base).__name__} has no linear language head")
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         raise ValueError(f"{type(decoder).__name__} has no list of layers")
-    if head.bias is not None:
+    if getattr(head, "bias", None) is not None:
         raise ValueError(f"{type(base).__name__}: a language head with a bias is not supported")
     tower = base.get_encoder("image")
     vision = tower if tower is not base and hasattr(tower, "blocks") else None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.errors import UserError
+
+T = TypeVar("T")
 
 
 class Disagreement(RuntimeError):
@@ -40,9 +42,32 @@ class Ranks:
             torch_dist.all_reduce(values)
         return values
 
+    def max(self, value: int) -> int:
+        """Largest `value` of any rank, on every rank."""
+        largest = torch.tensor([value], device=self.device)
+        if self.mesh is not None:
+            torch_dist.all_reduce(largest, torch_dist.ReduceOp.MAX)
+        return int(largest.item())
+
     def any(self, flag: bool) -> bool:
         """Is `flag` set on any rank? All ranks get the same answer."""
-        return bool(self.sum(torch.tensor([flag], dtype=torch.int64, device=self.device)).item())
+        return bool(self.max(int(flag)))
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work()`, whose UserError on any rank is one on every rank: nobody goes on to wait for a rank that stopped.
+
+        Every rank calls it. Anything else that `work` raises ends this rank at once.
+        """
+        try:
+            done, mistake = work(), None
+        except UserError as error:
+            done, mistake = None, error
+        if not self.any(mistake is not None):
+            return done  # type: ignore[return-value]
+        texts = self.gather(str(mistake) if mistake else None)
+        if mistake:
+            raise mistake
+        raise UserError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, by rank; anything that JSON can hold."""

@@ -56,22 +56,33 @@ def audit(folder: Path, keys: dict[str, Any]) -> None:
 
 
 def prepare(model: PreTrainedModel, config: Config) -> nn.Module:
-    """The model to train: adapters or everything trainable, float32 masters, shared prefixes, recomputation.
+    """The model to train, in training mode: `adapt`, then `make_ready`."""
+    prepared = adapt(model, config)
+    make_ready(prepared, config)
+    return prepared.train()
 
-    Returns `model` itself or the PEFT model around it, in training mode. Initial adapters follow from `config.seed`.
+
+def adapt(model: PreTrainedModel, config: Config) -> nn.Module:
+    """`model` itself or the PEFT model around it, in eval mode, with `config.train.trainable` as float32 masters.
+
+    Initial adapters follow from `config.seed`. Still transformers' own computation.
     """
-    unit.refuse_other_recomputation(model)
-    prepared: nn.Module = model
+    adapted: nn.Module = model
     if config.train.trainable == "adapter":
-        prepared = adapters.attach(model, config.adapter, config.seed)
+        adapted = adapters.attach(model, config.adapter, config.seed)
     else:
         model.requires_grad_(True)
-    precision.make_masters(prepared.eval())
-    patch.install(prepared, config.model.attention, config.model.deltanet)
-    found = anatomy.find(prepared)
-    refuse_running_dropout(prepared)
+    precision.make_masters(adapted)
+    return adapted.eval()
+
+
+def make_ready(adapted: nn.Module, config: Config) -> None:
+    """Let `adapted`, in eval mode, compute packs: shared prefixes, and recomputation owned by one path."""
+    found = anatomy.find(adapted)
+    unit.refuse_other_recomputation(found.base)
+    refuse_running_dropout(adapted)
+    patch.install(adapted, config.model.attention, config.model.deltanet)
     unit.install(found, config.memory.recompute)
-    return prepared.train()
 
 
 def refuse_running_dropout(model: nn.Module) -> None:
@@ -100,6 +111,7 @@ class Root(nn.Module):
         self.model = model
         self.dtype, self.chunk_rows = dtype, chunk_rows
         self.anatomy = anatomy.find(model)
+        unit.refuse_other_recomputation(self.anatomy.base)
         self.images = images and self.anatomy.vision is not None
         self.copies: precision.Copies | None = unit.compute_in(self.anatomy, dtype)
 

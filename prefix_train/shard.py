@@ -30,3 +30,9 @@ def shard(root: Root, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def release(root: Root) -> None:
+    """Drop the gathered parameters that a forward without backward leaves in the root."""
+    if isinstance(root, FSDPModule):
+        root.reshard()

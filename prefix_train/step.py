@@ -22,19 +22,23 @@ from prefix_train.model import Root
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: the update's, summed over all ranks. norm: of the whole gradient, before the clip. lr: that was used.
+    """What one update did, over all ranks together.
 
-    each: per pack of this rank, [M] cross-entropies of its targets, on the device. positions, logical, examples:
-    counted over all ranks.
+    loss: the weighted sum that was minimised. norm: of the whole gradient, before the clip. lr: the one used.
+    target_loss: sum of the cross-entropies of all examples' target tokens, example_loss: sum of each example's mean.
+    packs (empty ones left out), examples, targets, positions, logical: counted from what ran.
     """
 
     loss: float
     norm: float
     lr: float
-    each: list[Tensor]
+    target_loss: float
+    example_loss: float
+    packs: int
+    examples: int
+    targets: int
     positions: int
     logical: int
-    examples: int
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,21 @@ def update(stepper: Stepper, number: int, lr: float, batches: Sequence[Batch]) -
     """
     step = stepper
     step.optimizer.zero_grad()
-    losses, each = [], []
-    for pack, batch in enumerate(batches):
+    losses, sums = [], []
+    for pack, batch in enumerate(batch.to(step.ranks.device) for batch in batches):
         step.phase("forward", pack)
-        out = step.root(batch.to(step.ranks.device), draw=step.draw(number, pack))
+        out = step.root(batch, draw=step.draw(number, pack))
+        if not out.loss.requires_grad:
+            raise gradients.NothingLearned("the loss depends on no trainable tensor")
         step.phase("backward", pack)
         out.loss.backward()
         losses.append(out.loss.detach())
-        each.append(out.each)
+        sums.append(_sums(out.loss.detach(), out.each, batch))
 
     step.phase("reduce", -1)
-    totals = step.ranks.sum(torch.cat([gradients.squared_norms(step.parameters), _counts(losses, batches)]))
-    *squares, loss, positions, logical, examples, images = totals.tolist()
+    norms = gradients.squared_norms(step.parameters)
+    totals = step.ranks.sum(torch.cat([norms, torch.stack(sums).sum(0)])).tolist()
+    squares, (loss, target_loss, example_loss, images, *counts) = totals[: len(norms)], totals[len(norms) :]
     norm = sum(squares) ** 0.5
     if not (norm < float("inf") and abs(loss) < float("inf")):
         raise blame.not_finite(step, number, batches, losses)
@@ -89,19 +96,24 @@ def update(stepper: Stepper, number: int, lr: float, batches: Sequence[Batch]) -
     for group in step.optimizer.param_groups:
         group["lr"] = lr
     step.optimizer.step()
-    return StepResult(loss, norm, lr, each, int(positions), int(logical), int(examples))
+    return StepResult(loss, norm, lr, target_loss, example_loss, *map(int, counts))
 
 
-def _counts(losses: Sequence[Tensor], batches: Sequence[Batch]) -> Tensor:
-    """[5] float64, to be summed over ranks: loss, positions, logical tokens, examples, packs with images."""
-    counted = [
-        sum(batch.positions for batch in batches),
-        sum(batch.logical for batch in batches),
-        sum(len(batch.members) for batch in batches),
-        sum(batch.pixel_values is not None for batch in batches),
-    ]
-    loss = torch.stack(list(losses)).sum().to(torch.float64)
-    return torch.cat([loss[None], torch.tensor(counted, dtype=torch.float64, device=loss.device)])
+def _sums(loss: Tensor, each: Tensor, batch: Batch) -> Tensor:
+    """[9] float64 of one pack, to be summed over packs and ranks: what StepResult tells from `loss` on, and images."""
+    targets = batch.targets
+    entries = each.to(torch.float64)[targets.entry_target]
+    lengths = entries.new_zeros(len(batch.members)).index_add(0, targets.entry_example, torch.ones_like(entries))
+    counted = (
+        batch.pixel_values is not None,
+        bool(batch.members),
+        len(batch.members),
+        len(entries),
+        batch.positions,
+        batch.logical,
+    )
+    measured = [loss.to(torch.float64), entries.sum(), (entries / lengths[targets.entry_example]).sum()]
+    return torch.cat([torch.stack(measured), torch.tensor(counted, dtype=torch.float64, device=loss.device)])
 
 
 def learning_rate(number: int, updates: int, peak: float, warmup: int, schedule: str) -> float:

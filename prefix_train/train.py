@@ -1,0 +1,234 @@
+"""One rank of a training run: composes configuration, data, plan, model and reports, and walks the plan's updates.
+
+The order of what happens is here; each thing that happens has its own file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from types import FrameType
+
+import torch
+from torch import nn
+
+from configs import compose, runfolder
+from configs.errors import UserError
+from configs.schema import Config
+from prefix_train import anatomy, checkpoint, digits, dist, gradients, outcome, plan_summary, shard
+from prefix_train import model as models
+from prefix_train.feed import Feed, load_agreed
+from prefix_train.heartbeat import Heartbeat
+from prefix_train.heldout import Heldout
+from prefix_train.plan import Cursor, Step
+from prefix_train.render import Renderer
+from prefix_train.report import Reporter, Update, memory_bytes
+from prefix_train.step import Stepper, StepResult, learning_rate, update
+from prefix_train.tensors import digest, full_tensors
+
+
+def main(run: Path) -> int:
+    """Train the run folder `run` as the rank that the environment names; the rank's exit status.
+
+    0: the run is complete. runfolder.STOPPED: it was asked to stop (SIGUSR2 or SIGTERM), saved a checkpoint and can go
+    on. Raises UserError for a user's mistake; the same on every rank.
+    """
+    config = compose.from_run(run)
+    if config.engine != "sharded":
+        raise UserError(f"engine={config.engine} is not there yet: set engine=sharded")
+    torch.set_num_threads(config.train.threads)
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    stop, beat = StopRequest(), Heartbeat(run, rank, world)
+    with dist.joined(config.watch.collective_timeout_s) as ranks:
+        life = Life(run, config, ranks, beat)
+        with life.reporter:
+            finished = life.train(stop)
+            closing = life.close() if finished else None
+    if closing is None:
+        return runfolder.STOPPED
+    if rank == 0:
+        beat.phase("evaluate")
+        outcome.write(run, config, closing, ranks.device)
+    beat.phase("done")
+    return 0
+
+
+class StopRequest:
+    """Set by SIGUSR2 (Slurm's warning before the time limit) and SIGTERM (preemption); read between updates."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+class Life:
+    """One process's part of a run, from loading to the end of training."""
+
+    def __init__(self, run: Path, config: Config, ranks: dist.Ranks, beat: Heartbeat) -> None:
+        self.run, self.config, self.ranks, self.beat = run, config, ranks, beat
+        ranks.together(lambda: prepare_data(config) if ranks.rank == 0 else None)
+        model, processor = ranks.together(lambda: models.load(config.model))
+        renderer = Renderer(processor, model.config)
+        examples = load_agreed(Path(config.data.train), renderer, config, ranks)
+        self.feed = Feed(config, examples, ranks)
+        self.heldout = Heldout.load(config, renderer, ranks)
+        self.skipped = [*examples.skipped, *(self.heldout.skipped if self.heldout else [])]
+        images = self.feed.images or bool(self.heldout and self.heldout.images)
+        self.model = ranks.together(lambda: models.prepare(model, config))
+        self.root = models.Root(self.model, models.DTYPES[config.model.dtype], config.train.loss_chunk_rows, images)
+        self.root.to(ranks.device)
+        if ranks.mesh is not None:
+            shard.shard(self.root, ranks.mesh)
+        self.parameters = anatomy.trainable(self.model)
+        self.optimizer = make_optimizer(self.parameters, config)
+        self.hash_before = digest(full_tensors(self.parameters, keep=ranks.rank == 0))
+        self.heldout_losses: dict[int, float] = {}
+        self.cursor = self._resume()
+        self.stepper = self._make_stepper()
+
+    def train(self, stop: StopRequest) -> bool:
+        """Walk the plan's updates from where the run stands; False where the run was asked to stop and saved."""
+        config, total = self.config, self.feed.plan.total
+        for ready in self.feed.walk(self.cursor):
+            step, began = ready.step, time.monotonic()
+            number = step.after.number
+            for line in ready.skipped:
+                self.reporter.say(f"update {number}: left out {line}")
+            self.skipped += ready.skipped
+            self.beat.phase("forward", number)
+            lr = learning_rate(
+                step.cursor.number, total, config.train.lr, config.train.warmup_updates, config.train.schedule
+            )
+            result = update(self.stepper, number, lr, ready.batches)
+            self._report(step, result, time.monotonic() - began)
+            self.cursor = step.after
+            last = number == total
+            if self.heldout and (last or (config.evaluate.every and number % config.evaluate.every == 0)):
+                self._evaluate(number)
+            stopping = self.ranks.any(stop.asked) and not last
+            if last or stopping or (config.train.save_every and number % config.train.save_every == 0):
+                self._save(number)
+            if stopping:
+                self.reporter.say(f"asked to stop: saved after update {number}; the run can go on from here")
+                return False
+        return True
+
+    def close(self) -> outcome.Closing:
+        """What is needed of all ranks to judge the result: gathered tensors, losses and figures."""
+        if self.heldout and not self.heldout_losses:
+            self.heldout_losses = self.heldout.losses(self.root, self.ranks)
+        return outcome.Closing(
+            full_tensors(self.parameters, keep=self.ranks.rank == 0),
+            self.hash_before,
+            self.ranks.world,
+            self.heldout,
+            self.heldout_losses,
+            self.stepper.coverage.covered,
+            self.stepper.coverage.waiting,
+            self.skipped,
+            self.reporter.finish(),
+        )
+
+    def _resume(self) -> Cursor:
+        """The run's place in its plan; starts the reporter there."""
+        folder = self.ranks.together(lambda: checkpoint.latest(self.run))
+        self.ranks.require_same("the checkpoint to go on from", folder.name if folder else "none")
+        cursor, line = Cursor(), None
+        if folder is not None:
+            resumed = checkpoint.load(folder, self.ranks, self.parameters, self.optimizer, self.config)
+            found = resumed.cursor
+            cursor, line = Cursor(found.update, found.epoch, found.done), resumed.line
+            plan = self.feed.plan.epoch(found.epoch).digest
+            if plan != found.plan and not resumed.changes:
+                raise UserError(f"{folder}: the data is not what it was: the plan of epoch {found.epoch} has changed")
+        self.reporter = Reporter(
+            self.run,
+            self.ranks.rank,
+            self.feed.plan.total,
+            cursor.number,
+            self.config.trackers,
+            asdict(self.config),
+        )
+        self.reporter.say(line or plan_summary.describe(self.feed.plan.epoch(0)))
+        return cursor
+
+    def _make_stepper(self) -> Stepper:
+        vision = self.root.anatomy.vision
+        within = {id(parameter) for parameter in vision.parameters()} if vision is not None else set[int]()
+        names = frozenset(name for name, parameter in self.parameters.items() if id(parameter) in within)
+        return Stepper(
+            self.root,
+            self.parameters,
+            self.optimizer,
+            self.ranks,
+            gradients.Coverage(list(self.parameters), names, self.config.train.warmup_updates),
+            self.config.seed,
+            self.config.train.clip_norm,
+            self.feed.name,
+            lambda name, pack: self.beat.phase(name, pack=pack),
+        )
+
+    def _report(self, step: Step, result: StepResult, seconds: float) -> None:
+        memory = self.ranks.max(memory_bytes(self.ranks.device))
+        within_epoch = (step.cursor.update + 1) / len(step.plan.updates)
+        self.reporter.updated(
+            Update(
+                update=step.after.number,
+                epoch=step.cursor.epoch + within_epoch,
+                loss=result.loss,
+                target_loss=result.target_loss,
+                example_loss=result.example_loss,
+                lr=result.lr,
+                grad_norm=result.norm,
+                packs=result.packs,
+                examples=result.examples,
+                targets=result.targets,
+                positions=result.positions,
+                logical_tokens=result.logical,
+                seconds=seconds,
+                memory_bytes=memory,
+            )
+        )
+
+    def _evaluate(self, number: int) -> None:
+        assert self.heldout is not None
+        self.beat.phase("evaluate", number)
+        self.heldout_losses = self.heldout.losses(self.root, self.ranks)
+        self.reporter.evaluated(number, {"loss": fmean(self.heldout_losses.values())})
+
+    def _save(self, number: int) -> None:
+        self.beat.phase("save", number)
+        at = self.cursor
+        digest = self.feed.plan.epoch(at.epoch).digest
+        cursor = checkpoint.Cursor(at.number, at.epoch, at.update, digest)
+        checkpoint.save(self.run, self.ranks, self.parameters, self.optimizer, cursor, self.config)
+
+
+def prepare_data(config: Config) -> None:
+    """Write the demonstration's data where the run asks for it and it is not there."""
+    path = Path(config.data.train)
+    if config.data.prepare == "none" or path.exists():
+        return
+    if path.name != digits.TRAIN:
+        raise UserError(f"data.train: {path}: with data.prepare=digits the file's name is {digits.TRAIN}")
+    digits.write_digits(path.parent)
+
+
+def make_optimizer(parameters: dict[str, nn.Parameter], config: Config) -> torch.optim.AdamW:
+    """AdamW over everything that is trained; the learning rate is set anew for each update."""
+    train = config.train
+    return torch.optim.AdamW(
+        parameters.values(),
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+    )
