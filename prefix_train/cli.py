@@ -2,11 +2,105 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
-from configs.console import make_app, run
+from configs import compose, runfolder
+from configs.console import make_app, print_json, run
+from configs.schema import Config
 
-app = make_app("Fine-tunes (vision-)language models on shared-prefix packs.")
+app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
+data_app = make_app("Write demonstration data. Example: prefix-train data digits demo-data")
+bench_app = make_app("Measure. Example: prefix-train bench cpu --out cpu.json")
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+
+Where = Annotated[Path, typer.Argument(help="Configuration (YAML) or run folder.")]
+RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in `train.lr=1e-4`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
+
+
+def read(where: Path, overrides: list[str] | None) -> Config:
+    """The configuration at `where`, a YAML file or a run folder, with `key=value` changes."""
+    if where.is_dir():
+        return compose.with_changes(compose.from_run(where), overrides or [])
+    return compose.load(where, overrides or [])
+
+
+def answer(document: dict[str, Any], text: str, as_json: bool) -> None:
+    """Print what a person reads, then under --json what a program reads."""
+    print(text, flush=True)
+    if as_json:
+        print_json(document)
+
+
+@data_app.command("digits")
+def digits_command(
+    folder: Annotated[Path, typer.Argument(help="Folder to write to.")] = Path("demo-data"), as_json: Json = False
+) -> None:
+    """1,797 real handwritten digits as PNG files, and chat rows under two long instruction sets."""
+    from prefix_train.digits import write_digits
+
+    written = write_digits(folder)
+    answer(dict(written), f"{folder}: " + ", ".join(f"{count:,} {what}" for what, count in written.items()), as_json)
+
+
+@app.command("train")
+def train_command(run_folder: RunFolder) -> int:
+    """Train a run folder as the rank that RANK and WORLD_SIZE name; `python -m slurm.submit` starts all ranks."""
+    from prefix_train.train import main as train
+
+    return train(run_folder)
+
+
+@app.command("verify")
+def verify_command(
+    run_folder: RunFolder,
+    examples: Annotated[int, typer.Option(help="Held-out examples to compare.")] = 64,
+    as_json: Json = False,
+) -> int:
+    """Compare packs with transformers' own unpatched model, on the trained weights of a run."""
+    from prefix_train import outcome
+
+    found = outcome.verify_run(run_folder, examples)
+    answer(found, json.dumps(found, indent=1), as_json)
+    return 0 if found["passed"] else 1
+
+
+@app.command("evaluate")
+def evaluate_command(
+    run_folder: RunFolder,
+    data: Annotated[Path | None, typer.Option(help="Another chat JSONL file than the run's own.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Held-out loss through packs, and accuracy by generating with each prefix computed once."""
+    from prefix_train import outcome
+
+    found = outcome.evaluate_run(run_folder, data)
+    answer(found, json.dumps(found, indent=1), as_json)
+
+
+@bench_app.command("cpu")
+def bench_cpu_command(
+    config: Annotated[Path, typer.Option(help="Configuration with a model to build.")] = Path("configs/digits.yaml"),
+    prefix: Annotated[int, typer.Option(help="Tokens of the shared prefix.")] = 2048,
+    continuations: Annotated[int, typer.Option(help="Examples that branch off it.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of each continuation.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Warm updates that are timed.")] = 5,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Packed against standalone on this machine's CPU; no figure unless gradients agree in the same run."""
+    from prefix_train import bench
+
+    found = bench.cpu(compose.load(config), prefix, continuations, length, repeats)
+    if out is not None:
+        runfolder.write_json(out, found)
+    answer(found, bench.text(found), as_json)
 
 
 def main() -> None:
