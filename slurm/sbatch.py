@@ -6,12 +6,13 @@ training. So each line here says what its failure means, and the first line afte
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def submit(config: Config, run: Path) -> str:
     if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
         raise UserError(f"no {missing[0]} here: submit from a login node of the cluster, or give cluster=local")
     make_folder(run)
-    with _environment(without_leaks(os.environ)):
+    # submitit also prints what sbatch says to stderr; the error below says it.
+    with _environment(without_leaks(os.environ)), redirect_stderr(io.StringIO()):
         try:
             job = _executor(config, run).submit(run_rank, str(run))
         except (FailedJobError, FailedSubmissionError) as error:

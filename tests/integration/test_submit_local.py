@@ -1,0 +1,197 @@
+"""`python -m slurm.submit ... cluster=local` and `debug`: real processes around a stand-in trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs import compose
+from tests.standins import make_clone, run_folder, seen, submit, submit_command, wait_for
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    return make_clone(tmp_path / "clone")
+
+
+def assert_frozen(run: Path, rank: int) -> None:
+    found = seen(run, rank)
+    assert found["train"] == str(run / "code" / "prefix_train" / "train.py")
+    assert found["configs"] == str(run / "code" / "configs" / "compose.py")
+    assert found["slurm"] == str(run / "code" / "slurm" / "__init__.py")
+    assert found["version"] == "original"
+    assert found["path"][0] == str(run / "code")
+
+
+def test_local_run_from_inside_the_clone(clone: Path) -> None:
+    done = submit(clone)
+    assert done.returncode == 0, done.stderr
+    run = run_folder(clone / "runs")
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["run", str(run)]
+    assert lines[1].startswith("plan    not known yet: there is no length index")
+    assert lines[2] == f"follow  tail -F {run}/logs/rank0.log"
+    assert "rank 0 of 2 says hello" in lines
+    assert "rank 1 of 2 says hello" not in lines
+    assert lines[-2] == "complete"
+    assert json.loads(lines[-1]) == {"accuracy": 0.93, "rank": 0}
+    for rank in (0, 1):
+        assert_frozen(run, rank)
+        environment = seen(run, rank)["environment"]
+        assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == (
+            str(rank),
+            str(rank),
+            "2",
+        )
+        assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+        assert environment["PREFIX_TRAIN_ATTEMPT"] == "0"
+    assert seen(run, 0)["environment"]["MASTER_PORT"] == seen(run, 1)["environment"]["MASTER_PORT"]
+    config = compose.from_run(run)
+    assert config.data.train == str(clone / "data" / "train.jsonl")
+    assert json.loads((run / "code" / "COMMIT.json").read_text())["source"] == str(clone)
+    assert (run / "submitit").stat().st_mode & 0o777 == 0o700
+
+
+def test_script_from_elsewhere_into_a_hostile_folder(clone: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    (elsewhere / "prefix_train.py").write_text("raise SystemExit('the working folder was imported')")
+    (elsewhere / "typer.py").write_text("raise SystemExit('the working folder was imported')")
+    root = tmp_path / "größe 'n' \"x\" $(touch pwned)"
+    name = 'it\'s "a" $(touch pwned); größe'
+    done = submit(clone, f"run_root={root}", f"name={name}", cwd=elsewhere, script=True)
+    assert done.returncode == 0, done.stderr
+    run = run_folder(root)
+    assert compose.from_run(run).name == name
+    assert compose.from_run(run).data.train == str(elsewhere / "data" / "train.jsonl")
+    for rank in (0, 1):
+        assert_frozen(run, rank)
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_a_clone_that_changes_after_submission_does_not_matter(clone: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "go"
+    command, env = submit_command(clone, STANDIN_GATE=str(gate))
+    process = subprocess.Popen(command, cwd=clone, env=env, stdout=subprocess.DEVNULL)
+    wait_for(lambda: list(clone.glob("runs/*/planned")))
+    trainer = clone / "prefix_train" / "train.py"
+    trainer.write_text(trainer.read_text().replace("original", "changed"))
+    (clone / "slurm" / "job.py").write_text("raise SystemExit('the clone was imported')")
+    gate.touch()
+    assert process.wait(60) == 0
+    assert_frozen(run_folder(clone / "runs"), 0)
+
+
+def test_without_safe_path_the_clone_would_be_imported(clone: Path) -> None:
+    """The trap behind the three tests above: `python -m` puts the working folder before PYTHONPATH."""
+    code = clone / "frozen"
+    (code / "slurm").mkdir(parents=True)
+    (code / "slurm" / "__init__.py").write_text("")
+    (code / "slurm" / "where.py").write_text("print(__file__)")
+    (clone / "slurm" / "where.py").write_text("print(__file__)")
+    shown = []
+    for safe in ({}, {"PYTHONSAFEPATH": "1"}):
+        command, env = submit_command(clone, PYTHONPATH=str(code), **safe)
+        done = subprocess.run(
+            [command[0], "-m", "slurm.where"], cwd=clone, env=env, capture_output=True, text=True, check=True
+        )
+        shown.append(done.stdout.strip())
+    assert shown == [str(clone / "slurm" / "where.py"), str(code / "slurm" / "where.py")]
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "says"),
+    [
+        ("raise", 1, "raised RuntimeError in update 2 at"),
+        ("mistake", 2, "data.train: row 3 is bad"),
+        ("kill", 137, "was ended by SIGKILL in update 2"),
+        ("five", 5, "ended with status 5"),
+        ("forget", 1, "there is no result.json"),
+    ],
+)
+def test_status_is_the_trainings_and_no_rank_is_left(clone: Path, what: str, status: int, says: str) -> None:
+    done = submit(clone, f"model.build.do={what}")
+    assert done.returncode == status, done.stdout + done.stderr
+    assert says in done.stderr.splitlines()[-1]
+    run = run_folder(clone / "runs")
+    assert not any(psutil.pid_exists(seen(run, rank)["pid"]) for rank in (0, 1))
+    if what in ("raise", "kill"):  # rank 0 would have waited two minutes
+        assert json.loads((run / "logs" / "rank0.json").read_text())["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize("cluster", ["local", "debug"])
+def test_failed_gate_has_its_own_status_and_training_never_starts(clone: Path, cluster: str) -> None:
+    done = submit(clone, f"cluster={cluster}", STANDIN_JUDGE_STATUS="1")
+    assert done.returncode == 78
+    assert "node7: import.torch" in done.stderr.splitlines()[-1]
+    assert not (run_folder(clone / "runs") / "seen").exists()
+
+
+def test_plan_that_fails_ends_the_job_with_its_status(clone: Path) -> None:
+    done = submit(clone, STANDIN_PLAN_STATUS="2")
+    assert done.returncode == 2
+    assert not (run_folder(clone / "runs") / "preflight").exists()
+
+
+def test_debug_runs_in_process(clone: Path) -> None:
+    done = submit(clone, "cluster=debug")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"accuracy": 0.93, "rank": 0}
+    assert "rank 0 of 1 says hello" in done.stdout
+    assert_frozen(run_folder(clone / "runs"), 0)
+
+
+def test_debug_shows_the_traceback_and_does_not_wait_in_a_debugger(clone: Path) -> None:
+    (clone / "prefix_train" / "train.py").write_text("def main(run):\n    raise ValueError('planted')\n")
+    done = submit(clone, "cluster=debug")
+    assert done.returncode == 1
+    assert "ValueError: planted" in done.stderr
+    assert "(Pdb)" not in done.stdout
+    run = run_folder(clone / "runs")
+    assert json.loads((run / "logs" / "rank0.json").read_text())["exception"] == "ValueError"
+
+
+def test_dry_run_writes_nothing(clone: Path) -> None:
+    before = sorted(clone.rglob("*"))
+    for cluster in ("slurm", "local", "debug"):
+        done = submit(clone, f"cluster={cluster}", "--dry-run", "--json", PYTHONDONTWRITEBYTECODE="1")
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout.splitlines()[-1])
+        assert document["script"] in done.stdout
+        assert document["script"].startswith("#!/bin/bash\n")
+    assert sorted(clone.rglob("*")) == before
+
+
+def test_unknown_key_is_one_line_and_leaves_nothing(clone: Path) -> None:
+    done = submit(clone, "trian.updates=3")
+    assert done.returncode == 2
+    assert done.stderr == "error: argument `trian.updates=3`: unknown key trian.updates; did you mean train.updates?\n"
+    assert not (clone / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_command_ends_the_ranks(clone: Path, number: int) -> None:
+    command, env = submit_command(clone, "model.build.do=wait")
+    process = subprocess.Popen(command, cwd=clone, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: len(list(clone.glob("runs/*/seen/rank*.json"))) == 2)
+    run = run_folder(clone / "runs")
+    pids = [seen(run, rank)["pid"] for rank in (0, 1)]
+    os.kill(process.pid, number)
+    process.wait(30)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_submit_script_starts_another_life(clone: Path) -> None:
+    assert submit(clone).returncode == 0
+    run = run_folder(clone / "runs")
+    _, env = submit_command(clone)
+    done = subprocess.run(["bash", run / "submit.sh"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert seen(run, 1)["environment"]["PREFIX_TRAIN_ATTEMPT"] == "1"
+    assert done.stdout.count("rank 0 of 2 says hello") == 1
