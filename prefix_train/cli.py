@@ -64,9 +64,9 @@ def verify_command(
     as_json: Json = False,
 ) -> int:
     """Compare packs with transformers' own unpatched model, on the trained weights of a run."""
-    from prefix_train import outcome
+    from prefix_train import review
 
-    found = outcome.verify_run(run_folder, examples)
+    found = review.verify(run_folder, examples)
     answer(found, json.dumps(found, indent=1), as_json)
     return 0 if found["passed"] else 1
 
@@ -78,10 +78,23 @@ def evaluate_command(
     as_json: Json = False,
 ) -> None:
     """Held-out loss through packs, and accuracy by generating with each prefix computed once."""
-    from prefix_train import outcome
+    from prefix_train import review
 
-    found = outcome.evaluate_run(run_folder, data)
+    found = review.evaluate(run_folder, data)
     answer(found, json.dumps(found, indent=1), as_json)
+
+
+@app.command("export")
+def export_command(
+    run_folder: RunFolder,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; the run's own by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the adapter in PEFT's format, or the whole model in transformers' where everything was trained."""
+    from prefix_train import review
+
+    found = review.export_run(run_folder, out)
+    answer(found, f"{found['folder']}: {found['tensors']} tensors, {found['parameters']:,} parameters", as_json)
 
 
 @bench_app.command("cpu")

@@ -76,7 +76,8 @@ def write(run: Path, config: Config, closing: Closing, device: torch.device) -> 
         "export": str(folder),
     }
     if closing.heldout is not None:
-        result |= judge(model, processor, closing.heldout, closing.losses, config)
+        result |= {"heldout_examples": len(closing.losses), "heldout_loss": fmean(closing.losses.values())}
+        result |= answered(model, processor, closing.heldout, config)
         if config.verify.examples:
             result["verify"] = check(model, closing.heldout.examples[: config.verify.examples], config)
     runfolder.write_json(run / runfolder.RESULT, result, run=run)
@@ -105,24 +106,21 @@ def restore(config: Config, trained: dict[str, Tensor], device: torch.device) ->
     return adapted.to(device), processor
 
 
-def judge(
-    model: nn.Module, processor: Any, heldout: Heldout, losses: dict[int, float], config: Config
-) -> dict[str, Any]:
-    """Held-out loss, and the answers that the model of `restore` generates against those expected."""
-    found: dict[str, Any] = {"heldout_examples": len(losses), "heldout_loss": fmean(losses.values())}
-    if config.evaluate.generate:
-        tokenizer = getattr(processor, "tokenizer", processor)
-        with torch.no_grad(), precision.Copies(model, models.DTYPES[config.model.dtype]):
-            answers = evaluate.answers(
-                anatomy.find(model).base,
-                tokenizer,
-                heldout.examples,
-                config.evaluate.max_new_tokens,
-                config.pack.min_shared,
-            )
-        measured = evaluate.accuracy(answers)
-        found |= {"accuracy": measured["exact"], "chance": config.evaluate.chance, "fields": measured["fields"]}
-    return found
+def answered(model: nn.Module, processor: Any, heldout: Heldout, config: Config) -> dict[str, Any]:
+    """The answers that the model of `restore` generates against those expected; nothing without `evaluate.generate`."""
+    if not config.evaluate.generate:
+        return {}
+    tokenizer = getattr(processor, "tokenizer", processor)
+    with torch.no_grad(), precision.Copies(model, models.DTYPES[config.model.dtype]):
+        answers = evaluate.answers(
+            anatomy.find(model).base,
+            tokenizer,
+            heldout.examples,
+            config.evaluate.max_new_tokens,
+            config.pack.min_shared,
+        )
+    measured = evaluate.accuracy(answers)
+    return {"accuracy": measured["exact"], "chance": config.evaluate.chance, "fields": measured["fields"]}
 
 
 def check(model: nn.Module, examples: Sequence[Example], config: Config) -> dict[str, Any]:
