@@ -40,7 +40,7 @@ def tree_attention(
 
     query: [1, Hq, T, D]. key, value: [1, Hk, T, D], Hq a multiple of Hk. scale: factor of the scores. kernels: see the
     module. Softmax and sums in at least float32; returns [1, T, Hq, D] in the dtype of the query.
-    Raises ValueError where the layout was built for another length.
+    Raises ValueError where the layout was built for another length or the kernels are unknown.
     """
     if (query.shape[0], query.shape[2]) != (1, layout.total):
         raise ValueError(f"the layout has {layout.total} positions, but attention got {tuple(query.shape)}")
@@ -48,6 +48,8 @@ def tree_attention(
         return _dense(query, key, value, layout, scale)
     if kernels == "flex":
         return flex_attention(query, key, value, layout, scale)
+    if kernels != "merged":
+        raise ValueError(f"attention kernels {kernels!r} are unknown: {', '.join(KERNELS)}")
     out: Tensor = _Merged.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return out
 

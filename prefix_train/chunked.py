@@ -29,7 +29,8 @@ def delta_rule(
     decay = g.squeeze(-1).cumsum(-1)
     since_start = decay.exp()[..., None]
     until_end = (decay[..., -1:] - decay).exp()[..., None]
-    between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
+    later = torch.ones(group.chunk, group.chunk, dtype=torch.bool, device=key.device).triu(1)
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, float("-inf")).exp()
 
     keyed = key * beta
     system = (keyed @ key.mT) * between

@@ -31,7 +31,7 @@ def tree_conv(
 
     x: [T, C]. weight: [C, W], last tap at the token itself. bias: [C] or None. activation: `silu` or None. kernels:
     `reference` or `fla`. Computed in at least float32; returns [T, C] in the dtype of x.
-    Raises ValueError where the layout was built for another length or another width.
+    Raises ValueError where the layout was built for another length or width, or the kernels are unknown.
     """
     if x.shape[0] != layout.total:
         raise ValueError(f"the layout has {layout.total} positions, but the convolution got {x.shape[0]}")
@@ -45,8 +45,10 @@ def tree_conv(
     extended: Tensor = _Extend.apply(x, layout.history)  # type: ignore[no-untyped-call]
     if kernels == "fla":
         convolved = flash_linear.convolve(extended, weight, bias, activation)
-    else:
+    elif kernels == "reference":
         convolved = _Convolve.apply(extended, weight, bias, activation == "silu")  # type: ignore[no-untyped-call]
+    else:
+        raise ValueError(f"convolution kernels {kernels!r} are unknown: reference, fla")
     return convolved.index_select(0, layout.history.kept)
 
 

@@ -59,6 +59,8 @@ def tree_delta_rule(
     _limit_states(key, value, layout)
     if kernels == "fla":
         return _over_levels([query, key, value, g, beta], layout, flash_linear.delta_rule)
+    if kernels != "reference":
+        raise ValueError(f"deltanet kernels {kernels!r} are unknown: {', '.join(KERNELS)}")
     wide = torch.promote_types(value.dtype, torch.float32)
     repeats = value.shape[2] // key.shape[2]
     query, key = (_normalise(x.to(wide)).repeat_interleave(repeats, 2) for x in (query, key))

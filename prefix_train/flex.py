@@ -70,7 +70,7 @@ def blocks_seen(layout: Layout, block: int = BLOCK) -> tuple[np.ndarray[Any, Any
     steps = np.zeros((count + 1, count), dtype=np.int32)
     np.add.at(steps, (row_first, col), 1)
     np.add.at(steps, (row_last + 1, col), -1)
-    seen = steps.cumsum(0)[:-1] > 0
+    seen = steps.cumsum(0, dtype=np.int32)[:-1] > 0
 
     all_end = np.full(count, layout.total)
     np.minimum.at(all_end, col, ends[segment])
