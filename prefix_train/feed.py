@@ -144,5 +144,8 @@ class Feed:
         members = [member for member in pack.members if member not in bad]
         if len(members) == len(pack.members):
             return pack
-        packed = self._packer.pack(members, sum(self._lengths[member] for member in members), range(len(self._lengths)))
-        return pack_of(list(chain.from_iterable(packed)), self._lengths) if members else EMPTY
+        if not members:
+            return EMPTY
+        unbounded = sum(self._lengths[member] for member in members)
+        packed = self._packer.pack(self._packer.select(members), unbounded, range(len(self._lengths)))
+        return pack_of(list(chain.from_iterable(packed)), self._lengths)

@@ -96,7 +96,8 @@ def pack(examples: Sequence[Example], members: Sequence[int], min_shared: int = 
     if not members:
         return EMPTY
     forest = build_forest([example.keys for example in examples], min_shared)
-    (roots,) = Packer(forest, min_shared).pack(members, 1 << 30, range(len(examples)))
+    packer = Packer(forest, min_shared)
+    (roots,) = packer.pack(packer.select(members), 1 << 30, range(len(examples)))
     return pack_of(roots, forest.lengths.tolist())
 
 
