@@ -6,7 +6,7 @@ Everything is copied from the standalone examples, segment by segment; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -132,23 +132,40 @@ def collate(
     batch.members = tuple(pack.members)
     if not pack.members:
         return _fill_empty(batch, examples, dtype)
-    places = _places(pack, examples)
+    needed = {*pack.members, *(example for example, _ in pack.origin)}
+    alone = {index: examples[index] for index in needed}
+    places = _places(pack, alone)
     batch.layout = Layout.from_tree(pack.lengths, pack.parents)
     pieces = [
-        (examples[example], start, start + length)
+        (alone[example], start, start + length)
         for (example, start), length in zip(pack.origin, pack.lengths, strict=True)
     ]
     batch.input_ids = torch.from_numpy(np.concatenate([example.ids[a:b] for example, a, b in pieces]))[None]
-    position_ids = torch.from_numpy(np.concatenate([example.position_ids[:, a:b] for example, a, b in pieces], axis=1))
-    batch.position_ids = position_ids[:, None] if len(position_ids) == 3 else position_ids
+    batch.position_ids = position_ids(pieces)
     images = [image for example, a, b in pieces for image in _images_within(example, a, b)]
     batch.grids = tuple(image.grid for image in images)
     batch.pixel_values = torch.from_numpy(np.concatenate([image.load() for image in images])) if images else None
     batch.image_grid_thw = torch.tensor(batch.grids, dtype=torch.int64) if images else None
-    batch.targets = _targets(places, [examples[member] for member in pack.members], weights, dtype)
+    batch.targets = _targets(places, [alone[member] for member in pack.members], weights, dtype)
     batch.positions = batch.layout.total
     batch.logical = sum(len(place) for place in places)
     return batch
+
+
+def position_ids(pieces: Sequence[tuple[Example, int, int]]) -> Tensor:
+    """[3, 1, T] or [1, T]: of tokens [start, end) of each piece's example, as they are when it stands alone."""
+    ids = torch.from_numpy(
+        np.concatenate([example.position_ids[:, start:end] for example, start, end in pieces], axis=1)
+    )
+    return ids[:, None] if len(ids) == 3 else ids
+
+
+def target_tokens(example: Example) -> Index:
+    """Which of an example's tokens have a loss. Raises ValueError where there is none or nothing predicts the first."""
+    targets = np.flatnonzero(example.target)
+    if not targets.size or targets[0] == 0:
+        raise ValueError(f"{example.source}: no target, or one that no token stands before")
+    return targets
 
 
 def prediction_rows(place: Index, targets: Index) -> Index:
@@ -159,7 +176,7 @@ def prediction_rows(place: Index, targets: Index) -> Index:
     return place[targets - 1]
 
 
-def _places(pack: Pack, examples: Sequence[Example]) -> list[Index]:
+def _places(pack: Pack, examples: Mapping[int, Example]) -> list[Index]:
     """Buffer position of each token of each member, after checking that the buffer holds just those tokens."""
     starts = np.cumsum([0, *pack.lengths])
     places = []
@@ -208,9 +225,7 @@ def _images_within(example: Example, start: int, end: int) -> list[ImageRef]:
 def _targets(places: list[Index], members: list[Example], weights: EntryWeights, dtype: torch.dtype) -> Targets:
     rows, ids, owners, shares = [], [], [], []
     for index, (place, example) in enumerate(zip(places, members, strict=True)):
-        targets = np.flatnonzero(example.target)
-        if not targets.size or targets[0] == 0:
-            raise ValueError(f"{example.source}: no target, or one that no token stands before")
+        targets = target_tokens(example)
         rows.append(prediction_rows(place, targets))
         ids.append(example.ids[targets])
         owners.append(np.full(len(targets), index))

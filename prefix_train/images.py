@@ -48,8 +48,9 @@ DECODE_ERRORS = (
     zlib.error,
     PIL.Image.DecompressionBombError,
     PIL.Image.DecompressionBombWarning,
+    UserWarning,
 )
-"""What Pillow's decoders raise on broken files."""
+"""What Pillow's decoders raise on broken files, and the warnings that count as such."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +115,7 @@ class ImageStore:
         try:
             out = self._processor(images=[image], return_tensors="np")
         except ValueError as error:
-            raise UserError(f"{source}: image {shown(str(path))} of size {image.size}: {error}") from error
+            raise UserError(f"{source}: image {str(path)!r} of size {image.size}: {error}") from error
         pixels = np.ascontiguousarray(out["pixel_values"], dtype=np.float32)
         pixels.flags.writeable = False
         t, h, w = (int(size) for size in out["image_grid_thw"][0])
@@ -139,7 +140,8 @@ def locate(folder: Path, name: str, source: str) -> Path:
     except FileNotFoundError:
         raise UserError(f"{source}: image {shown(name)}: no such file below {folder}") from None
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{source}: image {shown(name)} cannot be reached: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "a link leads to itself"
+        raise UserError(f"{source}: image {shown(name)} cannot be reached: {reason}") from error
     if not path.is_relative_to(folder.resolve()):
         raise UserError(f"{source}: image {shown(name)} leads outside the data file's folder; copy it there")
     if not path.is_file():
@@ -152,7 +154,7 @@ def decode(path: Path, source: str) -> PIL.Image.Image:
 
     Raises UserError where it is broken, of an unknown format, too large, animated, or would lose values as 8-bit RGB.
     """
-    where = f"{source}: image {shown(str(path))}"
+    where = f"{source}: image {str(path)!r}"
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise UserError(f"{where} is a file of {size:,} bytes, more than {MAX_FILE_BYTES:,}")
@@ -161,16 +163,21 @@ def decode(path: Path, source: str) -> PIL.Image.Image:
         raise UserError(f"{where} cannot be read: {error.strerror}") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
+            for doubt in (UserWarning, PIL.Image.DecompressionBombWarning):
+                warnings.simplefilter("error", doubt)
             # verify() reads every checksum, which load() does not, and leaves the image unusable.
             PIL.Image.open(io.BytesIO(content), formats=FORMATS).verify()
             image = PIL.Image.open(io.BytesIO(content), formats=FORMATS)
             _refuse_unfit(image, where)
             image.load()
-            return PIL.ImageOps.exif_transpose(image).convert("RGB")
+            image = PIL.ImageOps.exif_transpose(image)
     except DECODE_ERRORS as error:
         reason = "of no known format" if isinstance(error, PIL.UnidentifiedImageError) else f"broken: {error}"
         raise UserError(f"{where} is {reason}; write one of {', '.join(FORMATS)}") from error
+    with warnings.catch_warnings():
+        # Of a palette with transparency Pillow says here that RGBA keeps more.
+        warnings.simplefilter("ignore", UserWarning)
+        return image.convert("RGB")
 
 
 def _refuse_unfit(image: PIL.Image.Image, where: str) -> None:

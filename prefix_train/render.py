@@ -19,8 +19,7 @@ import jinja2
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers import MODEL_MAPPING, PreTrainedConfig
 
 from configs.errors import UserError
 from prefix_train import chat
@@ -74,7 +73,7 @@ class PositionIndex:
             if len(self._counting) < len(ids):
                 self._counting = np.arange(2 * len(ids), dtype=np.int64)
             return np.broadcast_to(self._counting[: len(ids)], (self.coordinates, len(ids)))
-        row = torch.from_numpy(ids.copy())[None]
+        row = torch.tensor(ids)[None]
         positions, _ = self._model.get_rope_index(
             row, torch.eq(row, self._image_token).int(), image_grid_thw=torch.tensor(grids, dtype=torch.int64)
         )
@@ -184,15 +183,16 @@ class Renderer:
         """The rendered text, and where in it the target's text starts and ends."""
         turns = [{"role": m.role, "content": self._content(m.content)} for m in conversation.messages]
         text = self._template(turns, source)
-        head, _, tail = self._template([*turns[:-1], {**turns[-1], "content": STAND_IN}], source).rpartition(STAND_IN)
-        if not head or not text.startswith(head):
+        around = self._template([*turns[:-1], {**turns[-1], "content": STAND_IN}], source)
+        head, found, tail = around.rpartition(STAND_IN)
+        if not text.startswith(head) and turns[:-1]:
             # The template took the answer apart, as with one that holds its reasoning.
-            head = self._template(turns[:-1], source, add_generation_prompt=True) if turns[:-1] else ""
-        if not head or not tail or not text.startswith(head) or not text.endswith(tail):
+            head = self._template(turns[:-1], source, add_generation_prompt=True)
+        start, end = len(head), len(text) - len(tail)
+        if not found or start > end or not text.startswith(head) or not text.endswith(tail):
             raise UserError(
                 f"{source}: cannot tell where the answer begins: the chat template writes it unlike its own prompt"
             )
-        start, end = len(head), len(text) - len(tail)
         self._check_nothing_lost(conversation, text, text[start:end], source)
         return text, start, end
 
