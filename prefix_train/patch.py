@@ -80,11 +80,7 @@ class Patch:
         vars(self.holder)[self.name] = self.replacement
 
     def undo(self) -> None:
-        """Put back what was there. RuntimeError where somebody else replaced the attribute since."""
-        if not self.in_place:
-            raise RuntimeError(
-                f"{type(self.holder).__name__}.{self.name} was replaced after shared_prefix; undo that first"
-            )
+        """Put back what was there."""
         if self.original is self._absent:
             del vars(self.holder)[self.name]
         else:
@@ -132,7 +128,11 @@ class Handle:
             raise
 
     def remove(self) -> None:
-        """Undo every patch."""
+        """Undo every patch; RuntimeError, and nothing undone, where somebody else replaced one of them since."""
+        for patch in self.patches:
+            if not patch.in_place:
+                holder = type(patch.holder).__name__
+                raise RuntimeError(f"{holder}.{patch.name} was replaced after shared_prefix; undo that first")
         for patch in reversed(self.patches):
             patch.undo()
 
@@ -199,6 +199,9 @@ def shared_prefix(model: nn.Module, attention: str = "auto", deltanet: str = "au
 def install(model: nn.Module, attention: str = "auto", deltanet: str = "auto") -> Handle:
     """`shared_prefix` for as long as the model is used. Install before `fully_shard`: the probe runs a forward."""
     parts = find_parts(model)
+    # Names only: the model may still move to the device where they run.
+    attention_kernels.resolve_kernels(attention, torch.device("cuda"))
+    deltanet_kernels.resolve_kernels(deltanet, torch.device("cuda"))
     refuse_inexact(model, parts)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, tree_attention_forward)
     handle = Handle(model, parts, attention, deltanet)
@@ -218,7 +221,7 @@ def _decoder_forward(handle: Handle, module: PreTrainedModel, *args: Any, **kwar
     layout: Layout = given["layout"]
     if given.get("use_cache", module.config.use_cache):
         raise NotExact("use_cache: a pack is computed in one piece; pass use_cache=False")
-    _refuse_autocast(module, layout.device)
+    _refuse_autocast(layout.device)
     handle.reached.clear()
     output = type(module).forward(module, *args, **kwargs)
     handle.check_reached(layout)
@@ -238,7 +241,9 @@ def _check_arguments(
     layout = given.get("layout")
     if not isinstance(layout, Layout):
         raise NotExact("layout: the model is under shared_prefix; pass the pack's Layout as the keyword `layout`")
-    tokens: Tensor = given["inputs_embeds"] if "inputs_embeds" in given else given["input_ids"]
+    tokens = given.get("inputs_embeds", given.get("input_ids"))
+    if tokens is None:
+        raise NotExact("input_ids: the forward got neither input_ids nor inputs_embeds")
     if tokens.shape[0] != 1:
         raise NotExact(f"a batch of {tokens.shape[0]}: a pack is one buffer; put the examples into one layout")
     if tokens.shape[1] != layout.total:
@@ -258,14 +263,10 @@ def _check_positions(family: Family, given: dict[str, Any], total: int) -> None:
         raise NotExact(f"position_ids: their shape is {shape}, not {' or '.join(map(str, wanted))}")
 
 
-def _refuse_autocast(decoder: nn.Module, device: torch.device) -> None:
-    """Autocast casts again in recomputation what it cached in the forward, then in another dtype."""
-    if torch.is_autocast_enabled(device.type) and any(
-        parameter.dtype in (torch.bfloat16, torch.float16) for parameter in decoder.parameters()
-    ):
-        raise NotExact(
-            "autocast is on over bfloat16 or float16 weights: leave autocast, the weights' dtype is the computing dtype"
-        )
+def _refuse_autocast(device: torch.device) -> None:
+    """Autocast takes the recurrence's float32 state to bfloat16, and in recomputation may find other dtypes."""
+    if torch.is_autocast_enabled(device.type):
+        raise NotExact("autocast is on: it computes recurrent states in its own dtype; leave it and cast the weights")
 
 
 def tree_attention_forward(

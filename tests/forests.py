@@ -66,6 +66,14 @@ def random_tree(
     return sizes, parents
 
 
+def depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each segment; a root's is 0."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return found
+
+
 def build(
     model: PreTrainedModel,
     lengths: Sequence[int],
@@ -139,13 +147,14 @@ def assert_same(packed: oracle.Result, alone: oracle.Result, hidden: float, grad
     """
     assert abs(packed.loss - alone.loss) <= hidden * abs(alone.loss), (packed.loss, alone.loss)
     for index, (mine, theirs) in enumerate(zip(packed.hidden, alone.hidden, strict=True)):
-        error = (mine - theirs).norm() / theirs.norm()
-        assert error <= hidden, f"hidden states of example {index}: {error:.1e}"
+        error, norm = (mine - theirs).norm(), theirs.norm()
+        assert error <= hidden * norm, f"hidden states of example {index}: {error / norm:.1e}"
     assert packed.gradients.keys() == alone.gradients.keys()
     whole = torch.stack([each.double().norm() for each in alone.gradients.values()]).norm()
     for name, theirs in alone.gradients.items():
-        error = (packed.gradients[name] - theirs).double().norm() / max(theirs.double().norm(), 1e-6 * whole)
-        assert error <= gradient, f"gradient of {name}: {error:.1e}"
+        error = (packed.gradients[name] - theirs).double().norm()
+        norm = max(theirs.double().norm(), 1e-6 * whole)
+        assert error <= gradient * norm, f"gradient of {name}: {error / norm:.1e}"
 
 
 def _segment(length: int, image: bool, draw: torch.Generator, dtype: torch.dtype) -> Segment:

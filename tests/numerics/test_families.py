@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from prefix_train.families import NotExact
 from prefix_train.layout import Layout
@@ -235,7 +236,7 @@ def test_r03_fails_without_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     install(model)
 
 
-def test_r03_a_mixer_that_is_never_called_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r03_a_mixer_that_is_never_called_is_named() -> None:
     model = models.build("qwen3_5_text")
     model.model.layers[2].forward = lambda hidden, **_: hidden
     with pytest.raises(NotExact, match=r"^model\.layers\.2\.linear_attn: the forward ended"):
@@ -249,7 +250,7 @@ def falling(position_ids: torch.Tensor) -> list[int]:
     return [end - start for start, end in pairwise(cuts)]
 
 
-def test_r05_position_ids_are_no_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r05_position_ids_are_no_boundaries() -> None:
     model, pack = make("qwen3_5", torch.float64)
     lengths = falling(pack.position_ids)
     assert lengths != list(pack.layout.lengths)
@@ -270,7 +271,7 @@ def builds(model: nn.Module, pack: forests.Pack) -> int:
         return Layout.builds - before
 
 
-def test_r18_one_build_per_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r18_one_build_per_pack() -> None:
     before = Layout.builds
     model, pack = make("qwen3_5_text", torch.float32)
     assert Layout.builds - before == 1
@@ -288,12 +289,25 @@ def test_r18_fails_without_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert builds(*make("qwen3_5_text", torch.float32)) == 8
 
 
-def test_r20_autocast_over_bfloat16_weights_is_refused() -> None:
-    model, pack = make("qwen3_5_text", torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotExact, match="autocast"):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_r20_autocast_is_refused(dtype: torch.dtype) -> None:
+    model, pack = make("qwen3_5_text", dtype)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NotExact, match="autocast is on"):
         install(model)
-    with shared_prefix(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(NotExact, match="autocast"):
+    with shared_prefix(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(NotExact, match="autocast is on"):
         forests.forward(model, pack)
+
+
+def test_r20_fails_without_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefix_train.patch._refuse_autocast", lambda _device: None)
+    model, pack = make("qwen3_5_text", torch.bfloat16)
+    outside = (nullcontext(), torch.autocast("cpu", enabled=False))
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: outside})
+    with shared_prefix(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = forests.forward(model, pack).loss
+        with pytest.raises(CheckpointError):
+            loss.backward()
 
 
 def admitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
