@@ -1,0 +1,279 @@
+"""The length index: what planning needs to know of the data, kept beside the runs so that submitting need not render.
+
+`prefix-train plan` writes it, submit reads it in milliseconds and without torch. It holds for one state of data,
+model, template and code; anything else is an error that names what differs. One `.npz` file of integer arrays and
+JSON, read without unpickling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs import runfolder
+from configs.errors import UserError
+from configs.schema import Config, ModelConfig
+from prefix_train.plan import RunPlan, plan_run
+from prefix_train.tree import Forest, Ints, Trie
+
+RENDERER = ("chat", "data", "images", "render", "tokens", "tree")
+"""Our modules that decide which tokens an example has and what examples share."""
+
+BUILDER = ("tiny.py", "demo/*.txt", "demo/*.jinja")
+"""What makes the processor of a model that is built instead of loaded."""
+
+PROCESSOR_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*/*.jinja")
+"""Files of a model folder that may decide how text and images become tokens."""
+
+NOT_PROCESSOR = ("config.json", "generation_config.json", "*.index.json")
+
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""What reading a truncated, damaged or foreign file may raise."""
+
+FOREST = ("parent", "start", "length", "source", "last")
+
+
+class Rendered(Protocol):
+    """What an example has to have: see `prefix_train.render.Example`."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def keys(self) -> Ints: ...
+    @property
+    def target(self) -> NDArray[np.bool_]: ...
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an index was made of, each as a sha256 or in words."""
+
+    data: str
+    """The data file's bytes. (Images are checked one by one: `LengthIndex.check`.)"""
+    model: str
+    """The model's configuration."""
+    template: str
+    """Tokenizer, processor and chat template."""
+    renderer: str
+    """Our code from row to tokens, and the versions of transformers and tokenizers."""
+    options: str
+    """Options that decide which examples there are and what becomes a node."""
+
+
+@dataclass(frozen=True, eq=False)
+class LengthIndex:
+    """Lengths and forest of N examples, without their tokens.
+
+    sources: [N] `file:line`. targets: [N] target tokens. fingerprints: [N] uint64 hashes of the examples' keys.
+    skipped: one line for every row that was left out. stamp: size and modification time (ns) of the data file.
+    """
+
+    key: Key
+    stamp: tuple[int, int]
+    sources: tuple[str, ...]
+    skipped: tuple[str, ...]
+    targets: Ints
+    fingerprints: NDArray[np.uint64]
+    forest: Forest
+
+    def __post_init__(self) -> None:
+        if not len(self.sources) == len(self.targets) == len(self.fingerprints) == len(self.forest):
+            raise ValueError("the tables of a length index have different lengths")
+
+    @property
+    def lengths(self) -> Ints:
+        """[N] tokens of each example."""
+        return self.forest.lengths
+
+    def check(self, example: int, keys: Ints) -> None:
+        """Raise UserError if an example, rendered now, has other tokens or pixels than when the index was made."""
+        if fingerprint(keys) != int(self.fingerprints[example]):
+            raise UserError(
+                f"{self.sources[example]}: the example has changed since the length index was made (an image, if not "
+                "the row itself): run `prefix-train plan` again"
+            )
+
+
+def fingerprint(keys: Ints) -> int:
+    """64-bit hash of an example's keys."""
+    content = np.ascontiguousarray(keys, "<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def build(
+    config: Config, examples: Iterable[Rendered], skipped: Sequence[str] = (), data: Path | None = None
+) -> LengthIndex:
+    """The index of `examples`, rendered from `data` (`data.train` by default), each looked at once."""
+    path = _data(config, data)
+    stamp = _stamp(path)
+    trie = Trie()
+    sources: list[str] = []
+    targets: list[int] = []
+    fingerprints: list[int] = []
+    for example in examples:
+        trie.insert(example.keys)
+        sources.append(example.source)
+        targets.append(int(example.target.sum()))
+        fingerprints.append(fingerprint(example.keys))
+    if _stamp(path) != stamp:
+        raise UserError(f"{path} changed while it was read: run `prefix-train plan` again")
+    return LengthIndex(
+        key=key_of(config, path),
+        stamp=stamp,
+        sources=tuple(sources),
+        skipped=tuple(skipped),
+        targets=np.array(targets, np.int64),
+        fingerprints=np.array(fingerprints, np.uint64),
+        forest=trie.forest(config.pack.min_shared),
+    )
+
+
+def index_path(config: Config, data: Path | None = None) -> Path:
+    """Where the index of a data file is kept: in `run_root/lengths`, named after the file and its place."""
+    path = _data(config, data).absolute()
+    return Path(config.run_root) / "lengths" / f"{path.stem}-{_sha256(str(path).encode())[:12]}.npz"
+
+
+def write(path: Path, index: LengthIndex) -> None:
+    """Write `index`, whole or not at all."""
+    words = {"key": asdict(index.key), "stamp": index.stamp, "sources": index.sources, "skipped": index.skipped}
+    arrays = {name: getattr(index.forest, name) for name in FOREST}
+    arrays |= {"targets": index.targets, "fingerprints": index.fingerprints}
+    arrays["words"] = np.frombuffer(json.dumps(words).encode(), np.uint8)
+    runfolder.write_aside(path, lambda stream: np.savez(stream, **arrays))
+
+
+def read(path: Path) -> LengthIndex:
+    """The index in `path`, of whatever it was made. UserError where there is none, or the file is something else."""
+    try:
+        return _read(path)
+    except FileNotFoundError as error:
+        raise UserError(f"there is no length index at {path}: make it with `prefix-train plan CONFIG`") from error
+    except UNREADABLE as error:
+        raise UserError(
+            f"{path} is not a length index ({error}): remove it and make it with `prefix-train plan CONFIG`"
+        ) from error
+
+
+def load(config: Config, data: Path | None = None) -> LengthIndex:
+    """The index for `config` as it is now; UserError names what differs. No token is rendered, no torch imported.
+
+    A data file of the same size and modification time is taken for unchanged; otherwise its bytes are hashed.
+    """
+    place, path = index_path(config, data), _data(config, data)
+    index = read(place)
+    known = index.key.data if _stamp(path) == index.stamp else None
+    now = key_of(config, path, known)
+    different = [field.name for field in fields(Key) if getattr(index.key, field.name) != getattr(now, field.name)]
+    if different:
+        what = ", ".join(f"{name} ({_short(index.key, name)} then, {_short(now, name)} now)" for name in different)
+        raise UserError(f"the length index {place} was made for something else: {what}: run `prefix-train plan` again")
+    return index
+
+
+def run_plan(config: Config, index: LengthIndex) -> RunPlan:
+    """The plan of the run that `config` describes, over the examples of `index`."""
+    return plan_run(
+        index.lengths,
+        index.forest,
+        config.pack,
+        config.ranks,
+        config.seed,
+        updates=config.train.updates,
+        epochs=config.train.epochs,
+        sources=index.sources,
+    )
+
+
+def key_of(config: Config, data: Path, data_sha256: str | None = None) -> Key:
+    """The key of `data` under `config`. data_sha256: the file's hash, where it is known already."""
+    most = config.data.max_example_tokens or config.pack.max_positions
+    here = Path(__file__).parent
+    code = [here / f"{name}.py" for name in RENDERER]
+    versions = [f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")]
+    model, template = _model_keys(config.model, here)
+    return Key(
+        data=data_sha256 or _file_sha256(data),
+        model=model,
+        template=template,
+        renderer=_sha256(_files_sha256(code).encode(), *(version.encode() for version in versions)),
+        options=f"min_shared={config.pack.min_shared} longest={most} on_bad_example={config.data.on_bad_example}",
+    )
+
+
+def _model_keys(model: ModelConfig, here: Path) -> tuple[str, str]:
+    if model.path is None:
+        builder = [file for pattern in BUILDER for file in sorted(here.glob(pattern))]
+        return _sha256(json.dumps(model.build, sort_keys=True).encode()), _files_sha256(builder)
+    folder = Path(model.path)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: {folder} has no config.json; give a folder with a model in transformers' format")
+    found = {file for pattern in PROCESSOR_FILES for file in folder.glob(pattern)}
+    found = {file for file in found if not any(file.match(pattern) for pattern in NOT_PROCESSOR)}
+    return _file_sha256(folder / "config.json"), _files_sha256(sorted(found))
+
+
+def _data(config: Config, data: Path | None) -> Path:
+    return Path(config.data.train) if data is None else data
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"{path}: the data file cannot be read ({error.strerror})") from error
+    return status.st_size, status.st_mtime_ns
+
+
+def _short(key: Key, name: str) -> str:
+    value: str = getattr(key, name)
+    return value if name == "options" else value[:12]
+
+
+def _sha256(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _files_sha256(paths: Sequence[Path]) -> str:
+    """Hash of names and contents."""
+    return _sha256(*(part.encode() for path in paths for part in (path.name, _file_sha256(path))))
+
+
+def _read(path: Path) -> LengthIndex:
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+        words: dict[str, Any] = json.loads(arrays["words"].tobytes())
+        tables = {name: _ints(arrays[name], np.int64) for name in (*FOREST, "targets")}
+        size, modified = words["stamp"]
+        return LengthIndex(
+            key=Key(**{field.name: str(words["key"][field.name]) for field in fields(Key)}),
+            stamp=(int(size), int(modified)),
+            sources=tuple(map(str, words["sources"])),
+            skipped=tuple(map(str, words["skipped"])),
+            targets=tables["targets"],
+            fingerprints=_ints(arrays["fingerprints"], np.uint64),
+            forest=Forest(*(tables[name] for name in FOREST)),
+        )
+
+
+def _ints(array: NDArray[Any], dtype: type[np.integer[Any]]) -> NDArray[Any]:
+    if array.dtype != dtype or array.ndim != 1:
+        raise ValueError(f"a table of shape {array.shape} and type {array.dtype}, not a row of {dtype.__name__}")
+    return array
