@@ -167,7 +167,7 @@ def decode(path: Path, source: str) -> PIL.Image.Image:
                 warnings.simplefilter("error", doubt)
             # verify() reads every checksum, which load() does not, and leaves the image unusable.
             PIL.Image.open(io.BytesIO(content), formats=FORMATS).verify()
-            image = PIL.Image.open(io.BytesIO(content), formats=FORMATS)
+            image: PIL.Image.Image = PIL.Image.open(io.BytesIO(content), formats=FORMATS)
             _refuse_unfit(image, where)
             image.load()
             image = PIL.ImageOps.exif_transpose(image)

@@ -108,6 +108,7 @@ class Renderer:
         parts = [
             self._processor.chat_template,
             self._tokens.definition(),
+            self._tokenizer.special_tokens_map,
             image_processor,
             self._position_index.coordinates,
         ]
@@ -130,10 +131,9 @@ class Renderer:
         target = self._target(expanded, ids, offsets, (start + gained, end + gained), source)
         runs = self._image_runs(ids, grids, source)
         keys = ids
-        if runs:
-            keys = ids.copy()
-            for (first, last), (_, digest) in zip(runs, pictures, strict=True):
-                keys[first:last] = -(1 + (int(digest, 16) >> 194))
+        for (first, last), (_, digest) in zip(runs, pictures, strict=True):
+            keys = ids.copy() if keys is ids else keys
+            keys[first:last] = -(1 + (int(digest, 16) >> (256 - 62)))
         self._compare_once(conversation, files, ids, source)
         position_ids = self._position_index(ids, grids)
         for array in (ids, keys, position_ids, target):
