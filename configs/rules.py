@@ -88,6 +88,8 @@ def _broken(config: Config) -> Iterator[str]:
     yield from _choices(config)
     yield from _shape(config)
     yield from _watching(config)
+    if config.cluster != "debug":
+        yield from _time(config)
     if config.cluster == "slurm":
         yield from _sbatch(config)
 
@@ -179,13 +181,18 @@ def _sbatch(config: Config) -> Iterator[str]:
             yield "slurm.extra.ntasks-per-node: use slurm.tasks_per_node instead"
         if name == "export" and text.split(",")[0] != "ALL":
             yield f"slurm.extra.export={text}: begin with ALL, else the steps of the job have no PATH"
+
+
+def _time(config: Config) -> Iterator[str]:
+    slurm = config.slurm
     try:
         limit = time_limit_s(slurm.time)
     except ValueError:
         yield f"slurm.time is {slurm.time!r}: write minutes, h:mm:ss or d-h:mm:ss"
         return
-    if limit <= (told := slurm.signal_delay_s + SIGNAL_SLACK_S):
+    slack = SIGNAL_SLACK_S if config.cluster == "slurm" else 0
+    if limit <= (told := slurm.signal_delay_s + slack):
         yield (
-            f"slurm.time={slurm.time} is {limit} s, but the job is told to save up to {told} s before its end "
-            "(slurm.signal_delay_s + 60): give more time or a shorter signal_delay_s"
+            f"slurm.time={slurm.time} is {limit} s, but slurm.signal_delay_s={slurm.signal_delay_s} has the job told "
+            f"to save up to {told} s before its end: give more time or a shorter signal_delay_s"
         )

@@ -221,7 +221,7 @@ class SlurmConfig:
     mem: str | None = None
     """Memory per node, as Slurm writes it (`64G`)."""
     time: str = "1:00:00"
-    """Time limit, as Slurm writes it: minutes, `h:mm:ss` or `d-h:mm:ss`."""
+    """Time limit, as Slurm writes it: minutes, `h:mm:ss` or `d-h:mm:ss`. It holds for `cluster=local` too."""
     constraint: str | None = None
     """Features that nodes must have."""
     reservation: str | None = None

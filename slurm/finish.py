@@ -7,6 +7,7 @@ rank ended well and `result.json` is there.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ GATE_FAILED = 78
 HUNG = 79
 """Exit status of a job that a watcher ended because a rank was stuck."""
 FAILED = 1
+ENDED_WELL = (0, runfolder.STOPPED)
+"""Exit statuses of ranks that did what they were asked: finish, or save and stop."""
 
 
 class Outcome(NamedTuple):
@@ -44,13 +47,16 @@ def conclude(run: Path, srun_status: int) -> Outcome:
     if hang := verdict.latest(run, attempt):
         return Outcome(HUNG, f"stuck: {hang}")
     ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
-    if failed := sorted((end for end in ends if end.status != 0), key=lambda end: end.time):
+    if failed := sorted((end for end in ends if end.status not in ENDED_WELL), key=lambda end: end.time):
         return Outcome(_status(failed[0]), f"failed: {_sentence(failed[0])}")
     if srun_status:
         return Outcome(srun_status, f"failed: the ranks' launcher ended with status {srun_status}")
     silent = sorted({*range(ends[0].world if ends else 1)} - {end.rank for end in ends})
     if silent:
         return Outcome(FAILED, f"failed: rank {silent[0]} left no word of how it ended")
+    if any(end.status == runfolder.STOPPED for end in ends):
+        script = shlex.quote(str(run / runfolder.SUBMIT_SCRIPT))
+        return Outcome(runfolder.STOPPED, f"stopped as asked, with a checkpoint; to go on: bash {script}")
     if not (run / runfolder.RESULT).is_file():
         return Outcome(FAILED, f"failed: all ranks ended well, but there is no {runfolder.RESULT}")
     return Outcome(0, "complete")

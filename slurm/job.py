@@ -44,7 +44,11 @@ class Place(NamedTuple):
 
 
 def run_rank(run: str) -> None:
-    """Run one rank of the run folder `run` to its end; exits with the rank's status, 128 + n after signal n."""
+    """Run one rank of the run folder `run` to its end; exits with the rank's status, 128 + n after signal n.
+
+    A rank that saved and stopped as it was asked counts as a good end here: with another status srun's
+    `--kill-on-bad-exit` would kill the ranks that are still saving.
+    """
     folder = Path(run)
     config, place = from_run(folder), find_place(os.environ)
     log = folder / runfolder.LOGS / f"rank{place.rank}.log"
@@ -62,7 +66,7 @@ def run_rank(run: str) -> None:
     _forward_signals(child)
     status = child.wait()
     record_end(folder, place, child.pid, status)
-    if status:
+    if status not in (0, runfolder.STOPPED):
         raise SystemExit(status if status > 0 else 128 - status)
 
 

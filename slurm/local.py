@@ -22,6 +22,7 @@ from configs import runfolder
 from configs.compose import from_run
 from configs.console import make_app, print_json
 from configs.console import run as run_app
+from configs.rules import time_limit_s
 from configs.schema import Config
 from slurm import acts, finish, job, life
 from slurm.acts import Act
@@ -29,8 +30,6 @@ from slurm.finish import Outcome
 from slurm.live import LiveLog
 from slurm.sbatch import make_folder
 
-NO_TIME_LIMIT_MIN = 366 * 24 * 60
-"""submitit's local executor must be given a limit; its own is two minutes."""
 LOOK_EVERY_S = 0.2
 END_WATCHER_S = 5.0
 
@@ -64,8 +63,11 @@ def _train_in_ranks(config: Config, run: Path) -> Outcome:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         os.environ[job.DEVICES] = ",".join(visible.split(",")[:gpus])
     executor = LocalExecutor(make_folder(run))
-    executor.update_parameters(
-        timeout_min=NO_TIME_LIMIT_MIN, gpus_per_node=gpus, tasks_per_node=config.slurm.tasks_per_node
+    executor.update_parameters(  # all of them always: submitit's own limit is two minutes, and it hides all GPUs
+        timeout_min=time_limit_s(config.slurm.time) / 60,
+        signal_delay_s=config.slurm.signal_delay_s,
+        gpus_per_node=gpus,
+        tasks_per_node=config.slurm.tasks_per_node,
     )
     log = LiveLog(run / runfolder.LOGS / "rank0.log")
     signal.signal(signal.SIGTERM, _terminate)

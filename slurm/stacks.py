@@ -22,6 +22,9 @@ TRACE_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 2.0
 """Longest wait for the process's own answer to SIGUSR1."""
 
+MAX_NAME = 160
+"""Letters of a frame's name that are shown: instances of C++ templates have thousands."""
+
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -44,7 +47,8 @@ class Frame:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
-        return f"{self.name} ({place})"
+        name = self.name if len(self.name) <= MAX_NAME else f"{self.name[:MAX_NAME]}..."
+        return f"{name} ({place})"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat
 from slurm import deadlines, stacks, verdict
 from slurm.deadlines import Overdue
-from slurm.finish import HUNG
+from slurm.finish import ENDED_WELL, HUNG
 from slurm.rank import stack_file
 from slurm.verdict import Look, Verdict
 
@@ -77,8 +77,8 @@ class Watcher:
         ends = {end.rank: end for end in heartbeat.read_ends(self.run) if end.attempt == self.attempt}
         running = {rank: beat for rank, beat in beats.items() if rank not in ends and self._may_run(beat)}
         if ends.keys() >= self.expected:
-            return RANK_ENDED if any(ends[rank].status != 0 for rank in self.expected) else 0
-        if any(end.status != 0 for end in ends.values()):
+            return RANK_ENDED if any(ends[rank].status not in ENDED_WELL for rank in self.expected) else 0
+        if any(end.status not in ENDED_WELL for end in ends.values()):
             return self._end_after_bad(running)
         late = deadlines.overdue(running.values(), self.watch, self.host, time.monotonic(), time.time())
         late = [item for item in late if item.age > item.limit * self.patience]

@@ -34,11 +34,15 @@ def main(run):
             "slurm": sys.modules["slurm"].__file__, "pid": os.getpid(), "path": sys.path}
     runfolder.write_json(run / "seen" / f"rank{rank}.json", seen)
     beat = heartbeat.Heartbeat(run, rank, world)
+    stop = []
+    signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
     print(f"rank {rank} of {world} says hello", flush=True)
     for update in range(1, int(config.train.updates) + 1):
         beat.phase("forward", update, 0)
         act(config.model.build.get("do", "train"), rank, update)
         beat.phase("optimizer", update)
+        if stop:
+            return runfolder.STOPPED
     beat.phase("done")
     if rank == 0 and config.model.build.get("do") != "forget":
         runfolder.write_json(run / runfolder.RESULT, {"accuracy": 0.93, "rank": rank}, run=run)
@@ -46,7 +50,7 @@ def main(run):
 
 
 def act(what, rank, update):
-    time.sleep(0.02)
+    time.sleep(1 if what == "slow" else 0.02)
     if rank == 1 and update == 2:
         if what == "raise":
             raise RuntimeError("no\\nway")

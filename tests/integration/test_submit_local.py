@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs import compose
+from configs import compose, runfolder
+from prefix_train import heartbeat
 from tests.standins import make_clone, run_folder, seen, submit, submit_command, wait_for
 
 
@@ -185,6 +186,16 @@ def test_ending_the_command_ends_the_ranks(clone: Path, number: int) -> None:
     os.kill(process.pid, number)
     process.wait(30)
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_time_limit_is_kept_with_a_warning_first(clone: Path) -> None:
+    """submitit's own would be two minutes. The ranks save when they are warned, and the run can go on."""
+    limits = ("slurm.time=0:00:20", "slurm.signal_delay_s=14")  # warned after 6 s
+    done = submit(clone, "model.build.do=slow", "train.updates=200", *limits)
+    assert done.returncode == runfolder.STOPPED, done.stdout + done.stderr
+    run = run_folder(clone / "runs")
+    assert done.stderr.splitlines()[-1] == f"stopped as asked, with a checkpoint; to go on: bash {run}/submit.sh"
+    assert [end.status for end in heartbeat.read_ends(run)] == [runfolder.STOPPED] * 2
 
 
 def test_submit_script_starts_another_life(clone: Path) -> None:

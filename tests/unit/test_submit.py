@@ -369,6 +369,16 @@ def test_rank_without_a_word_and_ranks_of_an_earlier_life(run: Path, monkeypatch
     assert finish.conclude(run, 0) == (0, "complete")
 
 
+def test_run_that_saved_and_stopped_is_neither_complete_nor_failed(run: Path) -> None:
+    end(run, 0, status=runfolder.STOPPED)
+    end(run, 1, status=runfolder.STOPPED)
+    found = finish.conclude(run, 0)
+    assert found.status == runfolder.STOPPED
+    assert found.line == f"stopped as asked, with a checkpoint; to go on: bash {run}/submit.sh"
+    end(run, 1, signal=9)
+    assert finish.conclude(run, 0).status == 137
+
+
 def test_hang_has_its_own_status(run: Path) -> None:
     end(run, 0, signal=9)
     for number, stuck in (("9", False), ("10", True)):
