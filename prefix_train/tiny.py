@@ -121,22 +121,24 @@ def build_processor(config: PreTrainedConfig | None = None) -> Any:
 
 
 def load_processor(folder: Path) -> Any:
-    """Processor of a model folder: an Qwen3VLProcessor where the model has a vision tower, else the tokenizer.
+    """Processor of a model folder: a Qwen3VLProcessor where the model has a vision tower, else the tokenizer.
 
     Images go through transformers' PIL backend also where torchvision is installed, so that every machine computes the
-    same pixels. Nothing is downloaded. Raises UserError where `folder` is no model folder or its processor is of a kind
-    that is not supported.
+    same pixels. Nothing is downloaded. Raises UserError where `folder` is no model folder, lacks a file or has a broken
+    one, or where its processor is of a kind that is not supported.
     """
-    config = _model_config(folder)
-    if not hasattr(config, "vision_config"):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json, so no model folder; model.path names one in transformers' format")
+    config = _loaded(AutoConfig, folder)
+    if getattr(config, "vision_config", None) is None:
+        return _load_tokenizer(folder)
     kind = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     if kind != Qwen3VLProcessor.__name__:
         raise UserError(
             f"{folder}: {config.model_type} models use {kind}; images work with {Qwen3VLProcessor.__name__}"
         )
-    image_processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True, backend="pil")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = _load_tokenizer(folder)
+    image_processor = _loaded(AutoImageProcessor, folder, backend="pil")
     return Qwen3VLProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
 
@@ -178,7 +180,7 @@ def _refuse_unknown_keys(values: Mapping[str, Any], kind: type, where: str) -> N
     parts: Mapping[str, type] = kind.sub_configs  # type: ignore[attr-defined]
     names = {field.name for field in dataclasses.fields(kind)}
     _refuse_strangers(values, {*names, *kind.attribute_map, *OLD_KEYS, "model_type"}, where)  # type: ignore[attr-defined]
-    for name in parts.keys() & values.keys():
+    for name in [name for name in parts if name in values]:
         if not isinstance(values[name], Mapping):
             raise UserError(f"{where}.{name} is {values[name]!r}: give a configuration with its keys")
         _refuse_unknown_keys(values[name], parts[name], f"{where}.{name}")
@@ -198,10 +200,9 @@ def _with_token_ids(values: dict[str, Any], kind: type) -> dict[str, Any]:
     """`values` with the tiny tokenizer's ids where it names none; UserError where it names others."""
     tokenizer = build_tokenizer()
     language = values.setdefault("text_config", {}) if "text_config" in kind.sub_configs else values  # type: ignore[attr-defined]
-    if language.setdefault("vocab_size", len(tokenizer)) < len(tokenizer):
-        raise UserError(
-            f"model.build: vocab_size {language['vocab_size']} is below the tokenizer's {len(tokenizer)} tokens"
-        )
+    size = language.setdefault("vocab_size", len(tokenizer))
+    if isinstance(size, int) and size < len(tokenizer):
+        raise UserError(f"model.build: vocab_size {size} is below the tokenizer's {len(tokenizer)} tokens")
     wanted = [(language, "eos_token_id", "<|im_end|>"), (language, "pad_token_id", "<|endoftext|>")]
     names = {field.name for field in dataclasses.fields(kind)}
     wanted += [(values, name, token) for name, token in MARKS.items() if name in names]
@@ -214,15 +215,19 @@ def _with_token_ids(values: dict[str, Any], kind: type) -> dict[str, Any]:
     return values
 
 
-def _model_config(folder: Path) -> PreTrainedConfig:
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder}: no model folder (it holds no config.json); model.path names a folder in transformers' format"
-        )
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = _loaded(AutoTokenizer, folder)
+    if not tokenizer("text", add_special_tokens=False).input_ids:
+        # transformers makes an empty one, without a word, where the vocabulary's file is missing
+        raise UserError(f"{folder}: the tokenizer has no vocabulary; put its tokenizer.json there")
+    return tokenizer
+
+
+def _loaded(auto: Any, folder: Path, **options: Any) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return auto.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder}/config.json: {error}") from error
+        raise UserError(f"{folder}: {auto.__name__} finds nothing that it can load: {error}") from error
 
 
 def _demo_text(name: str) -> str:

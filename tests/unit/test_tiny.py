@@ -188,12 +188,25 @@ def test_text_models_have_a_tokenizer_for_a_processor(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "complaint"),
-    [(None, "holds no config.json"), ({"model_type": "qwen2_5_vl"}, "Qwen2_5_VLProcessor"), ("{", "config.json")],
+    [(None, "no config.json"), ({"model_type": "qwen2_5_vl"}, "Qwen2_5_VLProcessor"), ("{", "config.json")],
 )
 def test_load_processor_names_what_it_cannot_use(tmp_path, config, complaint):
     if config is not None:
         (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     with pytest.raises(UserError, match=complaint):
+        tiny.load_processor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("missing", "complaint"),
+    [("tokenizer.json", "the tokenizer has no vocabulary"), ("processor_config.json", "AutoImageProcessor")],
+)
+def test_load_processor_names_what_a_folder_lacks(tmp_path, missing, complaint):
+    model = tiny.build_model(BUILD, seed=0)
+    model.config.save_pretrained(tmp_path)
+    tiny.build_processor(model.config).save_pretrained(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(UserError, match=f"{tmp_path}: {complaint}"):
         tiny.load_processor(tmp_path)
 
 
@@ -235,6 +248,7 @@ def test_weights_follow_from_the_seed_alone():
         ("text_config.rope_parameters.mrope_sections", [1], "did you mean mrope_section"),
         ("text_config.hidden_size", "wide", "hidden_size.*expected int"),
         ("text_config.layer_types", ["full_attention"], "num_hidden_layers"),
+        ("text_config.vocab_size", "many", "vocab_size.*expected int"),
         ("text_config.vocab_size", 100, "vocab_size 100 is below the tokenizer's 1024"),
         (
             "text_config.eos_token_id",
