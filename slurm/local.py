@@ -27,7 +27,7 @@ from configs.schema import Config
 from slurm import acts, finish, job, life
 from slurm.acts import Act
 from slurm.finish import Outcome
-from slurm.live import LiveLog
+from slurm.live import Live
 from slurm.sbatch import make_folder
 
 LOOK_EVERY_S = 0.2
@@ -69,7 +69,7 @@ def _train_in_ranks(config: Config, run: Path) -> Outcome:
         gpus_per_node=gpus,
         tasks_per_node=config.slurm.tasks_per_node,
     )
-    log = LiveLog(run / runfolder.LOGS / "rank0.log")
+    live = Live(run, config.train.updates)
     signal.signal(signal.SIGTERM, _terminate)
     ranks = executor.submit(job.run_rank, str(run))
     watcher = subprocess.Popen(
@@ -77,13 +77,14 @@ def _train_in_ranks(config: Config, run: Path) -> Outcome:
     )
     try:
         while not ranks.done():
-            log.show()
+            live.show()
             time.sleep(LOOK_EVERY_S)
-        log.show(rest=True)
+        live.show(rest=True)
         watcher.wait(END_WATCHER_S + config.watch.poll_s)
     except subprocess.TimeoutExpired:
         pass  # a rank that never started leaves nothing for the watcher to see
     finally:
+        live.close()
         _end(ranks, watcher)
     return finish.conclude(run, 0)
 

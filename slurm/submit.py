@@ -20,7 +20,7 @@ import shlex
 import shutil
 import time
 import unicodedata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,7 +29,7 @@ from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
-from slurm import acts, freeze, sbatch
+from slurm import acts, freeze, planned, sbatch
 
 MAX_NAME = 48
 """Letters of a run's name that go into its folder's name."""
@@ -95,15 +95,10 @@ def start_local(run: Path) -> None:
     os.execve(argv[0], argv, environment)
 
 
-def describe(config: Config, run: Path) -> str:
+def describe(run: Path, plan: dict[str, Any]) -> str:
     """Where the run is, what is planned, and how to follow it."""
     follow = shlex.join(["tail", "-F", str(run / runfolder.LOGS / "rank0.log")])
-    return f"run     {run}\nplan    {plan_line(config)}\nfollow  {follow}"
-
-
-def plan_line(config: Config) -> str:
-    """The plan in one line, from the length index; without one, how to get it."""
-    return "not known yet: there is no length index; the job makes it first (or: prefix-train plan CONFIG)"
+    return f"run     {run}\nplan    {planned.line(plan)}\nfollow  {follow}"
 
 
 app = make_app(
@@ -120,15 +115,15 @@ def main(
 ) -> int:
     """Start a job; with cluster=local or debug, run it here and exit with the training's status."""
     composed = resolve(compose.load(config, overrides or []), Path.cwd())
-    run = name_run(composed)
+    run, plan = name_run(composed), planned.sketch(composed)
     if dry_run:
         text = start_script(composed, run)
-        print(f"{describe(composed, run)}\n\n{text}", end="")
+        print(f"{describe(run, plan)}\n\n{text}", end="")
         if as_json:
-            print_json({"run": str(run), "plan": plan_line(composed), "script": text})
+            print_json({"run": str(run), "plan": plan, "script": text})
         return 0
     make_run(composed, run)
-    print(describe(composed, run), flush=True)
+    print(describe(run, plan), flush=True)
     if composed.cluster != "slurm":
         start_local(run)
     try:
@@ -138,7 +133,7 @@ def main(
         raise
     print(f"job     {job}")
     if as_json:
-        print_json({"run": str(run), "plan": plan_line(composed), "job": job})
+        print_json({"run": str(run), "plan": plan, "job": job})
     return 0
 
 

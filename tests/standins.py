@@ -15,6 +15,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
+REAL = ("__init__", "budget", "heartbeat", "lengths", "packing", "plan", "plan_summary", "tree")
+"""Modules of the trainer that the commands around it use."""
+
 TRAIN = '''
 """Does what model.build.do says, and leaves what it saw in seen/rank<k>.json."""
 import ctypes, json, os, signal, sys, time
@@ -122,8 +125,8 @@ def make_clone(folder: Path) -> Path:
     for package in ("configs", "slurm"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "prefix_train").mkdir()
-    for name in ("__init__.py", "heartbeat.py"):
-        shutil.copy(ROOT / "prefix_train" / name, folder / "prefix_train" / name)
+    for name in REAL:
+        shutil.copy(ROOT / "prefix_train" / f"{name}.py", folder / "prefix_train")
     (folder / "prefix_train" / "train.py").write_text(TRAIN)
     (folder / "prefix_train" / "cli.py").write_text(CLI)
     (folder / "preflight").mkdir()

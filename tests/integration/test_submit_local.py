@@ -36,7 +36,7 @@ def test_local_run_from_inside_the_clone(clone: Path) -> None:
     run = run_folder(clone / "runs")
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["run", str(run)]
-    assert lines[1].startswith("plan    not known yet: there is no length index")
+    assert lines[1].startswith("plan    not known: there is no length index yet")
     assert lines[2] == f"follow  tail -F {run}/logs/rank0.log"
     assert "rank 0 of 2 says hello" in lines
     assert "rank 1 of 2 says hello" not in lines

@@ -10,14 +10,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import heartbeat
-from slurm import acts, finish, freeze, job, life, rank, sbatch, submit, verdict
+from prefix_train import heartbeat, lengths
+from slurm import acts, finish, freeze, job, life, planned, rank, sbatch, submit, verdict
 from tests.standins import make_clone
 
 GOLDEN = Path(__file__).parents[1] / "data" / "sbatch.sh"
@@ -204,6 +206,44 @@ def test_r45_fails_without_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert SignalHandler(JobEnvironment(), JobPaths(tmp_path), call).has_timed_out()
     monkeypatch.setattr("configs.rules.SIGNAL_SLACK_S", -10_000)
     assert composed(tmp_path, "slurm.time=1").slurm.time == "1"
+
+
+# The plan
+
+
+def with_index(tmp_path: Path, count: int) -> Config:
+    """A configuration whose data has a length index: a shared beginning of 50 tokens, then 2 for each example."""
+    (tmp_path / "train.jsonl").write_text("{}\n" * count)
+    config = composed(
+        tmp_path, f"data.train={tmp_path}/train.jsonl", f"run_root={tmp_path}/runs", "pack.max_positions=96"
+    )
+    rows = [
+        SimpleNamespace(source=f"train.jsonl:{i}", keys=np.r_[np.ones(50, int), -i, i], target=np.arange(52) > 50)
+        for i in range(1, count + 1)
+    ]
+    lengths.write(lengths.index_path(config), lengths.build(config, rows))
+    return config
+
+
+def test_plan_is_told_from_the_length_index(tmp_path: Path) -> None:
+    found = planned.sketch(with_index(tmp_path, 64))["known"]
+    assert (found["examples"], found["logical_tokens"], found["updates_in_run"]) == (64, 64 * 52, 3)
+    assert found["positions"] == found["packs"] * 50 + 128
+    assert "3 updates, 1 per epoch; 64 examples in" in planned.line({"known": found})
+
+
+def test_plan_of_much_data_is_only_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "MOST_EXAMPLES", 63)
+    found = planned.sketch(with_index(tmp_path, 64))
+    assert found == {"known": {"examples": 64, "logical_tokens": 64 * 52, "least_positions": 50 + 128}}
+    assert "64 examples of 3,328 tokens, 178 positions at best" in planned.line(found)
+
+
+def test_without_a_fitting_index_it_is_said_why(tmp_path: Path) -> None:
+    assert "there is no length index yet" in planned.line(planned.sketch(composed(tmp_path, f"run_root={tmp_path}")))
+    config = with_index(tmp_path, 8)
+    Path(config.data.train).write_text("changed")
+    assert "was made for something else: data" in planned.line(planned.sketch(config))
 
 
 # Acts
@@ -401,13 +441,13 @@ def test_gate_has_its_own_status_and_names_the_reason(run: Path) -> None:
 # Speed and imports
 
 
-def test_submitting_imports_neither_torch_nor_numpy_and_is_quick(tmp_path: Path) -> None:
+def test_submitting_imports_no_torch_and_is_quick(tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "clone")
     code = (
         "import sys, runpy; sys.argv = ['submit', 'standin.yaml', '--dry-run', 'cluster=slurm']\n"
         "try: runpy.run_module('slurm.submit', run_name='__main__', alter_sys=True)\n"
         "except SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", code], cwd=clone, check=True, capture_output=True, timeout=60)
