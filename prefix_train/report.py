@@ -151,7 +151,7 @@ class MetricsFile:
 class Reporter:
     """Tells about one life of a run. `resumed`: updates of the checkpoint that it goes on from.
 
-    trackers: Accelerate's names; Raises UserError for an unknown one and for one whose package is not installed.
+    trackers: Accelerate's names. Raises UserError, on every rank, for those that `check_trackers` refuses.
     stream: where progress goes; a bar (rich) if it is a terminal, else a line every `every_s` seconds.
     """
 
@@ -167,6 +167,7 @@ class Reporter:
         every_s: float = 10.0,
     ) -> None:
         self.run, self.rank = run, rank
+        check_trackers(trackers)
         if rank != 0:
             return
         self._trackers = start_trackers(trackers, run, options or {})
@@ -241,14 +242,11 @@ def final_lines(run: Path, done: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def start_trackers(names: Sequence[str], run: Path, options: Mapping[str, Any]) -> list[Any]:
-    """Accelerate's trackers of these names, told about the run's `options`; TensorBoard is always there and left out.
-
-    Raises UserError for a name that Accelerate does not know and for one whose package is not installed.
-    """
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise UserError for a name that Accelerate does not know, and for one whose package is not installed."""
     if not names:
-        return []
-    from accelerate import PartialState, tracking
+        return
+    from accelerate import tracking
 
     known = tracking.LOGGER_TYPE_TO_CLASS
     available = {str(name) for name in tracking.get_available_trackers()}
@@ -260,15 +258,22 @@ def start_trackers(names: Sequence[str], run: Path, options: Mapping[str, Any]) 
             raise UserError(f"trackers: {name!r} is unknown; {hint}Accelerate knows {', '.join(sorted(known))}")
         if name in builtin and name not in available:
             raise UserError(f"trackers: the package of {name} is not installed; install it or leave {name} out")
+
+
+def start_trackers(names: Sequence[str], run: Path, options: Mapping[str, Any]) -> list[Any]:
+    """Accelerate's trackers of these names, told the run's `options`; TensorBoard's files are written anyway."""
+    wanted = [name for name in dict.fromkeys(names) if name != "tensorboard"]
+    if not wanted:
+        return []
+    from accelerate import PartialState, tracking
+
     # The trackers' log lines need Accelerate's state, whose construction may change the number of threads.
     threads = torch.get_num_threads()
     PartialState(cpu=True)
     torch.set_num_threads(threads)
     started = []
-    for name in dict.fromkeys(names):
-        if name == "tensorboard":
-            continue
-        kind = known[name]
+    for name in wanted:
+        kind = tracking.LOGGER_TYPE_TO_CLASS[name]
         folder = (run / runfolder.LOGS / name,) if kind.requires_logging_directory else ()
         tracker = kind(run.name, *folder)
         tracker.start()

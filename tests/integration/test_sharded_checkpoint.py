@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,47 @@ class Life:
         """Of the trained tensors, on rank 0."""
         full = tensors.full_tensors(self.trainable, keep=self.ranks.rank == 0)
         return tensors.digest(full)
+
+
+FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def die_at_every_file_operation(rank: int, folder: Path) -> None:
+    """Save update 4 again and again, each time killed one file operation later; notes what every death left."""
+    life = Life(ALONE)
+    for update in (1, 2, 3):
+        life.save(folder / "before", update)
+    left = []
+    status = -signal.SIGKILL
+    while status != 0:
+        run = folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(folder / "before", run)
+        if (child := os.fork()) == 0:
+            _die_at(run, len(left) + 1)
+            life.save(run, 4)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        newest = checkpoint.latest(run)
+        kept = [path.name for path in checkpoint.complete(run)]
+        life.save(run, 5)
+        after = sorted(path.name for path in (run / "checkpoints").iterdir())
+        left.append([status, newest.name if newest else "none", kept, after])
+    (folder / "left.json").write_text(json.dumps(left))
+
+
+def _die_at(run: Path, operation: int) -> None:
+    """SIGKILL for this process right before its `operation`-th file operation below `run`."""
+    seen = 0
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event in FILE_EVENTS and str(arguments[0]).startswith(str(run)):
+            seen += 1
+            if seen == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
 
 
 def work(rank: int, folder: Path) -> None:
@@ -200,3 +244,20 @@ def test_every_rank_hears_that_rank_0_could_not_write(folder: Path, found: dict[
     assert second == f"rank 0 could not write {folder / 'run' / 'checkpoints' / 'update-000006'}"
     assert found["stale"] == ["StaleAttempt", "CheckpointError"]
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["update-000003"]
+
+
+def test_killed_at_any_file_operation_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    (process,) = lives.start(die_at_every_file_operation, 1, tmp_path, environment={})
+    process.join(120)
+    assert process.exitcode == 0
+    left = json.loads((tmp_path / "left.json").read_text())
+    assert [status for status, *_ in left] == [-signal.SIGKILL] * (len(left) - 1) + [0]
+    newest = [name for _, name, *_ in left]
+    assert newest == sorted(newest)
+    assert set(newest) == {"update-000003", "update-000004"}
+    assert newest.count("update-000003") > 10, "most of a save is writing aside"
+    assert newest.count("update-000004") > 3, "then older ones are dropped"
+    for _, name, kept, after in left:
+        assert kept[-1] == name
+        assert len(kept) >= CONFIG.train.keep_checkpoints
+        assert after == [kept[-1], "update-000005"]

@@ -230,12 +230,13 @@ def test_a_tracker_by_name(tmp_path: Path, noted: type[Noted]) -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_unknown_and_missing_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_unknown_and_missing_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     with pytest.raises(UserError, match="'wandbb' is unknown; did you mean wandb"):
-        reporter(tmp_path, trackers=["wandbb"])
+        report.Reporter(tmp_path, rank, 5, trackers=["wandbb"])
     monkeypatch.setattr(tracking, "_available_trackers", [])
     with pytest.raises(UserError, match="the package of wandb is not installed"):
-        reporter(tmp_path, trackers=["wandb"])
+        report.Reporter(tmp_path, rank, 5, trackers=["wandb"])
     assert not (tmp_path / runfolder.METRICS).exists()
 
 
