@@ -10,10 +10,11 @@ import typer
 
 from configs import compose, runfolder
 from configs.console import make_app, print_json, run
+from configs.errors import UserError
 from configs.schema import Config
 
 app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
-data_app = make_app("Write demonstration data. Example: prefix-train data digits demo-data")
+data_app = make_app("Write demonstration data. Example: prefix-train data digits")
 bench_app = make_app("Measure. Example: prefix-train bench cpu --out cpu.json")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
@@ -40,13 +41,55 @@ def answer(document: dict[str, Any], text: str, as_json: bool) -> None:
 
 @data_app.command("digits")
 def digits_command(
-    folder: Annotated[Path, typer.Argument(help="Folder to write to.")] = Path("demo-data"), as_json: Json = False
+    folder: Annotated[Path, typer.Argument(help="Folder to write to.")] = Path("demo-data/digits"),
+    as_json: Json = False,
 ) -> None:
     """1,797 real handwritten digits as PNG files, and chat rows under two long instruction sets."""
     from prefix_train.digits import write_digits
 
     written = write_digits(folder)
     answer(dict(written), f"{folder}: " + ", ".join(f"{count:,} {what}" for what, count in written.items()), as_json)
+
+
+@app.command("plan")
+def plan_command(
+    where: Annotated[Path, typer.Argument(help="Configuration (YAML), run folder, or a chat JSONL file.")],
+    overrides: Overrides = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder, for a chat JSONL file without a configuration.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Which examples meet in which pack, and what sharing saves. Example: prefix-train plan data.jsonl --model M"""
+    from prefix_train import indexing, lengths, plan_summary
+
+    config = read_data(where, model, overrides) if where.suffix == ".jsonl" else read(where, overrides)
+    index = indexing.make_index(config)
+    plan = lengths.run_plan(config, index)
+    summary = plan_summary.summary(plan.epoch(0)) | {"updates_in_run": plan.total, "skipped": list(index.skipped)}
+    if where.is_dir():
+        runfolder.write_json(where / runfolder.PLAN, summary, run=where)
+    left_out = "".join(f"\nleft out      {line}" for line in index.skipped)
+    answer(summary, plan_summary.describe(plan.epoch(0)) + left_out, as_json)
+
+
+def read_data(data: Path, model: Path | None, overrides: list[str] | None) -> Config:
+    """A configuration for a data file by itself: everything that has no default is made up."""
+    if model is None:
+        raise UserError(f"{data} is data: say for which model, as in `prefix-train plan {data} --model FOLDER`")
+    made_up = [f"data.train={data}", f"model.path={model}", "train.epochs=1", "cluster=local"]
+    if not any(override.startswith("pack.examples_per_update") for override in overrides or []):
+        made_up += ["pack.packs_per_update=1", "slurm.tasks_per_node=1"]
+    return compose.with_changes(Config(), [*made_up, *(overrides or [])])
+
+
+@app.command("budget")
+def budget_command(where: Where, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Memory and arithmetic of the run's largest pack, term by term, before anything is submitted."""
+    from prefix_train import budget
+
+    found = budget.predict(read(where, overrides))
+    answer(budget.summary(found), budget.describe(found), as_json)
 
 
 @app.command("train")

@@ -1,0 +1,32 @@
+"""The length index of a configuration, made by rendering every example: no model weights are loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from configs.schema import Config, ModelConfig
+from prefix_train import lengths, tiny
+from prefix_train.data import load_examples
+from prefix_train.lengths import LengthIndex
+from prefix_train.render import Renderer
+
+
+def renderer_of(model: ModelConfig) -> Renderer:
+    """What renders examples for `model`: its processor or tokenizer, and its position index."""
+    if model.path is None:
+        config = tiny.build_config(model.build)
+        return Renderer(tiny.build_processor(config), config)
+    folder = Path(model.path)
+    processor = tiny.load_processor(folder)
+    return Renderer(processor, AutoConfig.from_pretrained(folder, local_files_only=True))
+
+
+def make_index(config: Config) -> LengthIndex:
+    """Render all training examples, write the index to its place, return it. Raises UserError for a bad example."""
+    most = config.data.max_example_tokens or config.pack.max_positions
+    examples = load_examples(Path(config.data.train), renderer_of(config.model), most, config.data.on_bad_example)
+    index = lengths.build(config, examples, examples.skipped)
+    lengths.write(lengths.index_path(config), index)
+    return index
