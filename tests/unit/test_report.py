@@ -240,10 +240,19 @@ def test_unknown_and_missing_trackers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / runfolder.METRICS).exists()
 
 
-def test_memory_is_this_process(tmp_path: Path) -> None:
-    code = (
-        "import torch; from prefix_train.report import memory_bytes; d = torch.device('cpu'); a = memory_bytes(d);"
-        "x = torch.ones(2**27); print(memory_bytes(d) - a)"
-    )
-    grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+def test_memory_is_this_process_and_not_the_one_that_started_it() -> None:
+    code = """
+import subprocess, sys, torch
+from prefix_train.report import memory_bytes
+before = memory_bytes(torch.device("cpu"))
+print(before, flush=True)
+if len(sys.argv) == 1:
+    big = torch.ones(2**27)
+    print(memory_bytes(torch.device("cpu")) - before, flush=True)
+    subprocess.run([sys.executable, "-c", sys.argv[0], "child"], check=True)
+"""
+    code = code.replace("sys.argv[0]", "open('/proc/self/cmdline').read().split(chr(0))[2]")
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    own, grown, child = map(int, printed.split())
     assert 0.9 * 2**29 < grown < 1.2 * 2**29
+    assert child < 1.2 * own
