@@ -1,20 +1,51 @@
-"""Arithmetic of packs. (bytes and FLOPs follow)"""
+"""What a pack costs before it runs: visible pairs, FLOPs, and bytes term by term, on a GPU and in pinned memory.
+
+T positions, S segments, L layers. Every term is a formula over the model's sizes and the pack; one rank has one GPU.
+What allocators and kernels keep for themselves is not in here. No torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from configs.errors import UserError
+from configs.schema import AdapterConfig, Config
+from prefix_train.geometry import Geometry, read_config
+
+GIB = 1 << 30
+
+DELTA_CHUNK = 64
+"""Tokens per chunk of the delta rule: its kernels keep one state per chunk."""
+
+PINNED_CHUNK = 64 << 20
+"""Bytes in which offloaded tensors lie in pinned memory."""
+
+GATHERED_STATES = 512 << 20
+"""Most bytes of initial states that one group of segments gathers."""
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+MASTER_BYTES = 16
+"""A trainable parameter: float32 master, gradient, and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """Predicted time of a pack, in positions: per_position for each position, per_pair for each visible pair.
 
-    The default is that of a hybrid model of 27B parameters (hidden 5,120, 16 of 64 layers with attention).
+    The default is that of a hybrid model of 27B parameters (hidden 5,120, 16 of 64 layers with attention), by FLOPs.
     """
 
     per_position: float = 1.0
-    per_pair: float = 8e-6
+    per_pair: float = 1.2e-5
+
+    @classmethod
+    def by_flops(cls, geometry: Geometry, trainable: Literal["adapter", "all"]) -> Cost:
+        """In the proportion of a model's training FLOPs."""
+        products = geometry.product_flops * (2 if trainable == "adapter" else 3)
+        return cls(1.0, 3 * geometry.pair_flops / (products + 3 * geometry.recurrence_flops))
 
     def of(self, positions: int, pairs: int) -> float:
         """Predicted time of a pack, in units of the time of one position."""
@@ -30,3 +61,257 @@ def visible_pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
         ends.append(above + length)
         pairs += length * (length + 1) // 2 + length * above
     return pairs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What memory and time depend on of a pack.
+
+    positions: T. pairs: visible pairs. segments: S. inner: those with children. chunks: of DELTA_CHUNK tokens, counted
+    per segment. rows: prediction rows that go through the head.
+    """
+
+    positions: int
+    pairs: int
+    segments: int
+    inner: int
+    chunks: int
+    rows: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], parents: Sequence[int], rows: int) -> Shape:
+        """The shape of a pack of these segments."""
+        chunks = sum(-(-length // DELTA_CHUNK) for length in lengths)
+        inner = len(set(parents) - {-1})
+        return cls(sum(lengths), visible_pairs(lengths, parents), len(lengths), inner, chunks, rows)
+
+
+def tensor_bytes(*sizes: int, itemsize: int = 2) -> int:
+    """A tensor of these sizes: a hidden state is (T, hidden), a dropout mask has itemsize 1, logits (rows, vocab)."""
+    total = itemsize
+    for size in sizes:
+        total *= size
+    return total
+
+
+def pinned_bytes(layers: int, positions: int, hidden: int, ranks: int = 1, itemsize: int = 2) -> int:
+    """Pinned host memory of `ranks` ranks of a node that each offload the inputs of so many layers, in whole chunks."""
+    chunks = -(-tensor_bytes(positions, hidden, itemsize=itemsize) // PINNED_CHUNK)
+    return ranks * layers * chunks * PINNED_CHUNK
+
+
+def mixer_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
+    """What one layer's token mixer keeps for its backward, its norm included, computed operation by operation."""
+    if layer_type == "full_attention":
+        gates = 2 if geometry.gated else 0
+        width = 2 * geometry.hidden + (3 + gates) * geometry.query_width + 3 * geometry.key_width
+        statistics = 4 * int(geometry.text["num_attention_heads"])
+        return shape.positions * (width * itemsize + statistics)
+    mixed = 2 * geometry.linear_key_width + geometry.linear_value_width
+    width = 2 * geometry.hidden + 2 * mixed + 2 * geometry.linear_key_width + 3 * geometry.linear_value_width
+    gates = 2 * 4 * int(geometry.text["linear_num_value_heads"])
+    return shape.positions * (width * itemsize + gates) + state_bytes(geometry, shape, itemsize)
+
+
+def state_bytes(geometry: Geometry, shape: Shape, itemsize: int = 2) -> int:
+    """Recurrent states of one Gated DeltaNet layer: the float32 states that segments with children hand on, those
+    that one group of segments starts from, and one state per chunk in the compute dtype."""
+    one = 4 * geometry.state_elements
+    started = min(shape.segments * one, max(GATHERED_STATES, one))
+    return shape.inner * one + started + shape.chunks * geometry.state_elements * itemsize
+
+
+def feed_forward_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
+    """What one feed-forward block keeps for its backward, its norm included: gate, up and their product."""
+    width = 2 * geometry.hidden + 3 * geometry.mlp_width(layer)
+    if geometry.sparse(layer):
+        _, experts, chosen = geometry.experts(layer)
+        width += experts + chosen * (3 * int(geometry.text["moe_intermediate_size"]) + geometry.hidden)
+    return tensor_bytes(positions, width, itemsize=itemsize)
+
+
+def adapter_input_bytes(
+    geometry: Geometry, layer: int, positions: int, adapter: AdapterConfig, itemsize: int = 2
+) -> int:
+    """What one layer's adapters keep: rank-wide products and, with dropout, each input once more and its mask."""
+    total = 0
+    for name, (inputs, _) in geometry.linears(layer).items():
+        if name in adapter.targets:
+            total += tensor_bytes(positions, adapter.rank, itemsize=itemsize)
+            total += tensor_bytes(positions, inputs, itemsize=itemsize + 1) if adapter.dropout else 0
+    return total
+
+
+def model_flops(geometry: Geometry, shape: Shape, trainable: Literal["adapter", "all"], adapters: int = 0) -> int:
+    """FLOPs of one training step of a pack, nothing recomputed: forward, gradients of inputs, and of what is trained.
+
+    Frozen weights count twice (forward, input gradient), trained ones, pairs and recurrence three times; the head
+    counts for prediction rows alone. adapters: parameters of adapters. The vision tower is not counted.
+    """
+    passes = 2 if trainable == "adapter" else 3
+    per_position = passes * geometry.product_flops + 3 * geometry.recurrence_flops + 6 * adapters
+    per_row = passes * geometry.row_flops
+    return shape.positions * per_position + 3 * shape.pairs * geometry.pair_flops + shape.rows * per_row
+
+
+def recomputed_flops(geometry: Geometry, shape: Shape) -> int:
+    """FLOPs of the layers' forward, done once more where only layer inputs are kept."""
+    per_position = geometry.product_flops + geometry.recurrence_flops
+    return shape.positions * per_position + shape.pairs * geometry.pair_flops
+
+
+@dataclass(frozen=True)
+class Term:
+    """Bytes of one purpose. place: on each GPU, or pinned on each node."""
+
+    name: str
+    bytes: int
+    place: Literal["gpu", "host"]
+    formula: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The terms of one configuration and one pack, and the FLOPs of an update's part that this pack is."""
+
+    geometry: Geometry
+    shape: Shape
+    terms: tuple[Term, ...]
+    model_flops: int
+    hardware_flops: int
+
+    def total(self, place: Literal["gpu", "host"]) -> int:
+        """Bytes on each GPU, or pinned on each node."""
+        return sum(term.bytes for term in self.terms if term.place == place)
+
+    def refuse(self, *, gpu_bytes: int | None = None, host_bytes: int | None = None) -> None:
+        """Raise UserError, naming the largest terms, where the device or the node has less than is needed."""
+        for place, there, what in (("gpu", gpu_bytes, "a GPU"), ("host", host_bytes, "a node's pinned memory")):
+            needed = self.total(place)  # type: ignore[arg-type]
+            if there is not None and needed > there:
+                terms = sorted((t for t in self.terms if t.place == place), key=lambda term: -term.bytes)[:3]
+                largest = ", ".join(f"{term.name} {term.bytes / GIB:.1f}" for term in terms)
+                raise UserError(
+                    f"a pack of {self.shape.positions:,} positions needs {needed / GIB:.1f} GiB of {what}, which has "
+                    f"{there / GIB:.1f}: largest terms {largest}; lower pack.max_positions or change memory.offload"
+                )
+
+
+def predict(config: Config, shape: Shape | None = None) -> Budget:
+    """The budget of `config` for a pack of `shape`; none: one example as long as `pack.max_positions`."""
+    geometry = Geometry.of(read_config(config.model))
+    most = config.pack.max_positions
+    shape = shape or Shape.of([most], [-1], most)
+    adapters = 0
+    if config.train.trainable == "adapter":
+        adapters = geometry.adapter_parameters(config.adapter.rank, config.adapter.targets)
+    flops = model_flops(geometry, shape, config.train.trainable, adapters)
+    again = recomputed_flops(geometry, shape) if config.memory.recompute else 0
+    terms = (*_weight_terms(config, geometry, adapters), *_activation_terms(config, geometry, shape))
+    return Budget(geometry, shape, terms, flops, flops + again)
+
+
+def _weight_terms(config: Config, geometry: Geometry, adapters: int) -> list[Term]:
+    """Weights, gradients and optimizer, sharded over all ranks."""
+    itemsize, ranks = ITEMSIZE[config.model.dtype], config.ranks
+    parts = geometry.parameters
+    total = sum(parts.values())
+    merger = parts["merger"] if config.adapter.merger else 0
+    trained = total if config.train.trainable == "all" else adapters + merger
+    frozen = 0 if config.train.trainable == "all" else total - merger
+    largest = max(map(geometry.layer_parameters, range(geometry.layers)))
+    gathered = (parts["embedding"] + parts["head"] + 2 * largest) * itemsize if ranks > 1 else 0
+    return [
+        Term("frozen weights", frozen * itemsize // ranks, "gpu", f"{frozen:,} x {itemsize} B / {ranks} ranks"),
+        Term("gathered weights", gathered, "gpu", "embedding, head and two layers, unsharded"),
+        Term(
+            "trained parameters",
+            trained * MASTER_BYTES // ranks,
+            "gpu",
+            f"{trained:,} x {MASTER_BYTES} B (master, gradient, two moments) / {ranks} ranks",
+        ),
+    ]
+
+
+def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
+    """Layer inputs, what layers keep while their backward runs, and logits."""
+    itemsize, layers, adapter = ITEMSIZE[config.model.dtype], geometry.layers, config.adapter
+    one = tensor_bytes(shape.positions, geometry.hidden, itemsize=itemsize)
+    away = offloaded_layers(config.memory.offload, layers)
+    staging = 2 * one if away else 0
+    kept = {
+        layer: mixer_bytes(geometry, kind, shape, itemsize)
+        + feed_forward_bytes(geometry, layer, shape.positions, itemsize)
+        + (adapter_input_bytes(geometry, layer, shape.positions, adapter, itemsize) if _adapted(config) else 0)
+        for layer, kind in enumerate(geometry.layer_types)
+    }
+    largest = max(kept, key=kept.__getitem__)
+    rows = min(shape.rows, config.train.loss_chunk_rows)
+    per_node = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
+    if config.memory.recompute:
+        inside = Term("one layer recomputed", kept[largest], "gpu", f"layer {largest}, {geometry.layer_types[largest]}")
+    else:
+        inside = Term("all layers' tensors", sum(kept.values()), "gpu", f"{layers} layers, nothing recomputed")
+    return [
+        Term("layer inputs", (layers - away) * one + staging, "gpu", f"{layers - away} x {one:,} B + copies under way"),
+        inside,
+        Term("residual stream", 3 * one, "gpu", "a layer's output and two gradients"),
+        Term(
+            "logits of a chunk",
+            tensor_bytes(rows, geometry.vocabulary, itemsize=8),
+            "gpu",
+            f"{rows:,} rows x {geometry.vocabulary:,} x 8 B (float32, and a temporary of it)",
+        ),
+        Term(
+            "gradient of the head",
+            0 if _adapted(config) else tensor_bytes(geometry.vocabulary, geometry.hidden, itemsize=4),
+            "gpu",
+            "float32, unsharded, where the head is trained",
+        ),
+        Term(
+            "offloaded layer inputs",
+            pinned_bytes(away, shape.positions, geometry.hidden, per_node, itemsize),
+            "host",
+            f"{per_node} ranks x {away} layers, in chunks of {PINNED_CHUNK >> 20} MiB",
+        ),
+    ]
+
+
+def offloaded_layers(offload: str, layers: int) -> int:
+    """How many layers' inputs wait in pinned memory under `memory.offload`; `auto` may take them all."""
+    if offload == "none":
+        return 0
+    return layers if offload == "auto" else min(int(offload), layers)
+
+
+def _adapted(config: Config) -> bool:
+    return config.train.trainable == "adapter"
+
+
+def summary(budget: Budget) -> dict[str, Any]:
+    """A budget as JSON has it; bytes are bytes."""
+    return {
+        "shape": asdict(budget.shape),
+        "parameters": budget.geometry.parameters,
+        "terms": [asdict(term) for term in budget.terms],
+        "gpu_bytes": budget.total("gpu"),
+        "host_bytes_per_node": budget.total("host"),
+        "model_flops": budget.model_flops,
+        "hardware_flops": budget.hardware_flops,
+    }
+
+
+def describe(budget: Budget) -> str:
+    """A budget as a table."""
+    shape = budget.shape
+    lines = [
+        f"a pack of {shape.positions:,} positions: {shape.segments:,} segments, {shape.pairs:.3g} visible pairs, "
+        f"{shape.rows:,} prediction rows",
+        f"model FLOPs {budget.model_flops:.4g}, with recomputation {budget.hardware_flops:.4g}",
+    ]
+    for place, title in (("gpu", "on each GPU"), ("host", "pinned on each node")):
+        lines.append(f"{budget.total(place) / GIB:10.3f} GiB {title}")  # type: ignore[arg-type]
+        lines += [
+            f"{term.bytes / GIB:14.3f} {term.name:<24}{term.formula}" for term in budget.terms if term.place == place
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,298 @@
+"""A model's sizes, read from its transformers configuration without loading transformers or torch.
+
+Parameters and FLOPs follow from them. A position is one token in the buffer, a pair one (query, key) that attention
+computes. Multiplication and addition count as two FLOPs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.schema import ModelConfig
+
+Sizes = dict[str, Any]
+
+_LINEAR: Sizes = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_PLAIN: Sizes = {"num_hidden_layers": 32, "attention_bias": False, "tie_word_embeddings": False}
+
+DEFAULTS: dict[str, Sizes] = {
+    "llama": _PLAIN
+    | {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+    | {"num_key_value_heads": None, "head_dim": None, "mlp_bias": False},
+    "qwen3": _PLAIN
+    | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_attention_heads": 32}
+    | {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_next": _PLAIN
+    | _LINEAR
+    | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48}
+    | {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": None, "num_experts": 512, "num_experts_per_tok": 10}
+    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    "qwen3_5_text": _PLAIN
+    | _LINEAR
+    | {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16}
+    | {"num_key_value_heads": 4, "head_dim": 256},
+    "qwen3_5_moe_text": _PLAIN
+    | _LINEAR
+    | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
+    | {"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+}
+"""What transformers' configuration classes assume where a configuration says nothing."""
+
+VISION: Sizes = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+}
+
+BUILT_VOCABULARY = 1024
+"""Tokens of the tokenizer that a model of `model.build` gets, where it names no other number."""
+
+WITH_VISION = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Models that hold a language model as `text_config` and a vision tower as `vision_config`."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a model. text, vision: its configurations, defaults filled in; vision is None for a text model."""
+
+    model_type: str
+    text: Sizes
+    vision: Sizes | None
+    layer_types: tuple[str, ...]
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Geometry:
+        """From a transformers configuration (`config.json`, or `model.build`). UserError names what is not known."""
+        given = str(config.get("model_type"))
+        text: Mapping[str, Any] = config
+        model_type, vision = given, None
+        if given in WITH_VISION:
+            text = config.get("text_config") or {}
+            model_type, vision = WITH_VISION[given], VISION | dict(config.get("vision_config") or {})
+        if model_type not in DEFAULTS:
+            known = ", ".join(sorted({*DEFAULTS, *WITH_VISION}))
+            raise UserError(f"model_type {given!r}: its sizes are not known; known are {known}")
+        sizes = DEFAULTS[model_type] | {key: value for key, value in text.items() if value is not None}
+        sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
+        sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+        tied = config.get("tie_word_embeddings", False) if vision else sizes["tie_word_embeddings"]
+        return cls(model_type, sizes, vision, _layer_types(sizes), bool(tied))
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layer_types)
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return int(self.text["hidden_size"])
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding and of the head."""
+        return int(self.text["vocab_size"])
+
+    @property
+    def query_width(self) -> int:
+        """All query heads together."""
+        return int(self.text["num_attention_heads"] * self.text["head_dim"])
+
+    @property
+    def key_width(self) -> int:
+        """All key (or value) heads of attention together."""
+        return int(self.text["num_key_value_heads"] * self.text["head_dim"])
+
+    @property
+    def linear_key_width(self) -> int:
+        """All key heads of Gated DeltaNet together."""
+        return int(self.text["linear_num_key_heads"] * self.text["linear_key_head_dim"])
+
+    @property
+    def linear_value_width(self) -> int:
+        """All value heads of Gated DeltaNet together."""
+        return int(self.text["linear_num_value_heads"] * self.text["linear_value_head_dim"])
+
+    @property
+    def state_elements(self) -> int:
+        """One recurrent state of Gated DeltaNet: value heads x K x V."""
+        return self.linear_value_width * int(self.text["linear_key_head_dim"])
+
+    @property
+    def gated(self) -> bool:
+        """Does attention's `q_proj` make a gate beside the query?"""
+        return "linear_key_head_dim" in self.text
+
+    def count(self, layer_type: str) -> int:
+        """Layers of a type."""
+        return self.layer_types.count(layer_type)
+
+    def sparse(self, layer: int) -> bool:
+        """Has this layer experts?"""
+        step = self.text.get("decoder_sparse_step", 1)
+        dense = layer in (self.text.get("mlp_only_layers") or ())
+        return bool(self.text.get("num_experts")) and not dense and (layer + 1) % step == 0
+
+    def mlp_width(self, layer: int) -> int:
+        """Intermediate width of the feed-forward block (of the shared expert, where there are experts)."""
+        return int(self.text["shared_expert_intermediate_size" if self.sparse(layer) else "intermediate_size"])
+
+    def linears(self, layer: int) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of a layer's linear modules by name: what an adapter can be attached to."""
+        h, width = self.hidden, self.mlp_width(layer)
+        found = {"gate_proj": (h, width), "up_proj": (h, width), "down_proj": (width, h)}
+        if self.sparse(layer):
+            found["shared_expert_gate"] = (h, 1)
+        if self.layer_types[layer] == "full_attention":
+            query, key = self.query_width, self.key_width
+            found |= {"q_proj": (h, query * (2 if self.gated else 1)), "k_proj": (h, key), "v_proj": (h, key)}
+            return found | {"o_proj": (query, h)}
+        key, value, heads = self.linear_key_width, self.linear_value_width, int(self.text["linear_num_value_heads"])
+        found["out_proj"] = (value, h)
+        if self.model_type == "qwen3_next":
+            return found | {"in_proj_qkvz": (h, 2 * key + 2 * value), "in_proj_ba": (h, 2 * heads)}
+        found |= {"in_proj_qkv": (h, 2 * key + value), "in_proj_z": (h, value)}
+        return found | {"in_proj_b": (h, heads), "in_proj_a": (h, heads)}
+
+    def experts(self, layer: int) -> tuple[int, int, int]:
+        """(parameters of one expert, experts, experts per token) of a layer; zeros where it has none."""
+        if not self.sparse(layer):
+            return 0, 0, 0
+        one = 3 * self.hidden * int(self.text["moe_intermediate_size"])
+        return one, int(self.text["num_experts"]), int(self.text["num_experts_per_tok"])
+
+    def layer_parameters(self, layer: int) -> int:
+        """All parameters of one decoder layer."""
+        linears = self.linears(layer)
+        total = sum(inputs * outputs for inputs, outputs in linears.values()) + 2 * self.hidden
+        one, experts, _ = self.experts(layer)
+        total += experts * (one + self.hidden)
+        if self.text.get("mlp_bias"):
+            total += sum(linears[name][1] for name in ("gate_proj", "up_proj", "down_proj"))
+        if self.layer_types[layer] == "full_attention":
+            if self.text["attention_bias"]:
+                total += sum(linears[name][1] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+            return total + (0 if self.model_type == "llama" else 2 * int(self.text["head_dim"]))
+        channels = 2 * self.linear_key_width + self.linear_value_width
+        total += channels * int(self.text["linear_conv_kernel_dim"])
+        return total + 2 * int(self.text["linear_num_value_heads"]) + int(self.text["linear_value_head_dim"])
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Parameters by part: embedding, layers (with the last norm), head (0 if tied), vision, merger."""
+        embedding = self.vocabulary * self.hidden
+        layers = sum(self.layer_parameters(layer) for layer in range(self.layers)) + self.hidden
+        vision, merger = _vision_parameters(self.vision) if self.vision else (0, 0)
+        head = 0 if self.tied else embedding
+        return {"embedding": embedding, "layers": layers, "head": head, "vision": vision, "merger": merger}
+
+    def adapter_parameters(self, rank: int, targets: list[str]) -> int:
+        """Parameters of LoRA adapters of this rank on the named modules. UserError where no layer has such a module."""
+        names = {name for layer in range(self.layers) for name in self.linears(layer)}
+        if unknown := sorted(set(targets) - names):
+            raise UserError(f"adapter.targets: no layer has {', '.join(unknown)}; there are {', '.join(sorted(names))}")
+        return sum(
+            rank * (inputs + outputs)
+            for layer in range(self.layers)
+            for name, (inputs, outputs) in self.linears(layer).items()
+            if name in targets
+        )
+
+    @cached_property
+    def product_flops(self) -> int:
+        """Forward FLOPs of one position in all layers' products with weights (of experts, the chosen ones)."""
+        weights = 0
+        for layer in range(self.layers):
+            one, experts, chosen = self.experts(layer)
+            weights += sum(inputs * outputs for inputs, outputs in self.linears(layer).values())
+            weights += chosen * one + experts * self.hidden
+        return 2 * weights
+
+    @cached_property
+    def recurrence_flops(self) -> int:
+        """Forward FLOPs of one position in Gated DeltaNet's recurrence: 6 per element of each layer's state, for
+        reading it with the key, adding the update and reading it with the query."""
+        linear = self.count("linear_attention")
+        return 6 * linear * self.state_elements if linear else 0
+
+    @cached_property
+    def pair_flops(self) -> int:
+        """Forward FLOPs of one visible pair in all attention layers: query x key, weight x value."""
+        return 4 * self.query_width * self.count("full_attention")
+
+    @cached_property
+    def row_flops(self) -> int:
+        """Forward FLOPs of one row through the head."""
+        return 2 * self.hidden * self.vocabulary
+
+
+def read_config(model: ModelConfig) -> dict[str, Any]:
+    """The transformers configuration that `model.path` or `model.build` gives, with a built model's vocabulary."""
+    if model.path is None:
+        config = dict(model.build)
+        if config.get("model_type") in WITH_VISION:
+            config["text_config"] = {"vocab_size": BUILT_VOCABULARY} | dict(config.get("text_config") or {})
+            return config
+        return {"vocab_size": BUILT_VOCABULARY} | config
+    path = Path(model.path) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"model.path: {path} holds no JSON object")
+    return config
+
+
+def _layer_types(sizes: Sizes) -> tuple[str, ...]:
+    """Kinds of token mixers, layer by layer."""
+    layers = int(sizes["num_hidden_layers"])
+    every = int(sizes.get("full_attention_interval") or 4) if "linear_key_head_dim" in sizes else 1
+    types = sizes.get("layer_types") or [
+        "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)
+    ]
+    for layer, name in enumerate(types):
+        if name not in ("full_attention", "linear_attention"):
+            raise UserError(f"layer_types[{layer}] is {name!r}: full_attention and linear_attention are understood")
+    if len(types) != layers:
+        raise UserError(f"layer_types has {len(types)} entries for {layers} layers")
+    return tuple(types)
+
+
+def _vision_parameters(vision: Sizes) -> tuple[int, int]:
+    """Parameters of the vision tower without its merger, and of the merger."""
+    h, wide, depth = int(vision["hidden_size"]), int(vision["intermediate_size"]), int(vision["depth"])
+    patch = _product(vision["patch_size"], 2) * _product(vision["temporal_patch_size"], 1) * int(vision["in_channels"])
+    block = 4 * h + (h * 3 * h + 3 * h) + (h * h + h) + (h * wide + wide) + (wide * h + h)
+    merged = h * int(vision["spatial_merge_size"]) ** 2
+    out = int(vision["out_hidden_size"])
+    tower = patch * h + h + int(vision["num_position_embeddings"]) * h + depth * block
+    return tower, 2 * h + merged * merged + merged + merged * out + out
+
+
+def _product(size: int | list[int], dimensions: int) -> int:
+    """Elements of a size that is given once for all dimensions, or for each."""
+    return prod([size] * dimensions if isinstance(size, int) else size)

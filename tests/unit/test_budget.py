@@ -1,0 +1,248 @@
+"""The arithmetic of packs: the figures that the method is judged by, and how terms grow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from configs.errors import UserError
+from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig
+from prefix_train.budget import (
+    GIB,
+    PINNED_CHUNK,
+    Budget,
+    Cost,
+    Shape,
+    adapter_input_bytes,
+    describe,
+    feed_forward_bytes,
+    mixer_bytes,
+    model_flops,
+    offloaded_layers,
+    pinned_bytes,
+    predict,
+    recomputed_flops,
+    state_bytes,
+    summary,
+    tensor_bytes,
+    visible_pairs,
+)
+from prefix_train.geometry import Geometry
+from tests.unit.test_geometry import MODELS, model_of
+
+LARGE = MODELS["qwen3_5, 27B"] | {"text_config": MODELS["qwen3_5, 27B"]["text_config"] | {"vocab_size": 248_320}}
+LENGTHS, PARENTS = [64_000] + [1_000] * 80, [-1] + [0] * 80
+PACK = Shape.of(LENGTHS, PARENTS, rows=8_000)
+ALONE = Shape.of([65_000], [-1], rows=100)
+
+
+def gib(count: int) -> float:
+    return count / GIB
+
+
+def test_a_hidden_state() -> None:
+    one = tensor_bytes(70_000, 5_120)
+    assert round(gib(one), 2) == 0.67
+    assert round(gib(64 * one)) == 43
+
+
+def test_a_feed_forward_tensor_and_its_dropout_mask() -> None:
+    assert round(gib(tensor_bytes(70_000, 17_408)), 1) == 2.3
+    assert round(gib(tensor_bytes(70_000, 17_408, itemsize=1)), 1) == 1.1
+
+
+def test_logits_of_every_position() -> None:
+    assert round(gib(tensor_bytes(144_000, 248_320)), 1) == 66.6
+
+
+def test_positions_and_pairs_of_a_pack() -> None:
+    assert 80 * ALONE.positions / PACK.positions == pytest.approx(36.1, abs=0.05)
+    assert round(80 * ALONE.pairs / 1e9) == 169
+    assert round(PACK.pairs / 1e9, 1) == 7.2
+    assert 80 * ALONE.pairs / PACK.pairs == pytest.approx(23.4, abs=0.05)
+
+
+def test_pairs_of_a_small_forest_by_hand() -> None:
+    """Root 2, child 3, grandchild 1, second root 2: 3 + (6 + 6) + (1 + 5) + 3."""
+    assert visible_pairs([2, 3, 1, 2], [-1, 0, 1, -1]) == 24
+    assert visible_pairs([], []) == 0
+
+
+def test_layer_inputs_of_a_node() -> None:
+    assert gib(pinned_bytes(64, 144_000, 5_120)) == 88
+    assert gib(pinned_bytes(64, 144_000, 5_120, ranks=8)) == 704
+    assert pinned_bytes(1, 1, 1) == PINNED_CHUNK
+    assert pinned_bytes(0, 144_000, 5_120) == 0
+
+
+def test_a_state_of_the_large_model_is_3_mb() -> None:
+    geometry = Geometry.of(LARGE)
+    assert 4 * geometry.state_elements == 48 * 128 * 128 * 4 == 3_145_728
+    assert (PACK.segments, PACK.inner, PACK.chunks) == (81, 1, 1_000 + 80 * 16)
+    assert state_bytes(geometry, PACK) == 82 * 3_145_728 + 2_280 * 3_145_728 // 2
+    many = Shape.of([64_000] + [32] * 2_000, [-1] + [0] * 2_000, 0)
+    assert state_bytes(geometry, many) == 3_145_728 + (512 << 20) + 3_000 * 3_145_728 // 2
+
+
+def test_training_flops_of_the_measured_pack() -> None:
+    """The prototype's count had every position in the head: 23.4 PFLOP; 80 examples alone cost 31.3 packs."""
+    geometry = Geometry.of(LARGE)
+    all_rows = replace(PACK, rows=PACK.positions)
+    assert model_flops(geometry, all_rows, "adapter") == pytest.approx(23.4e15, rel=0.003)
+    alone, packed = (model_flops(geometry, replace(s, rows=0), "adapter") for s in (ALONE, PACK))
+    assert 80 * alone / packed == pytest.approx(31.3, abs=0.1)
+
+
+def test_training_flops_of_a_plain_model_by_hand() -> None:
+    """Three times 2 x weights x positions + 4 x heads x head size x pairs for every layer, and the head's rows."""
+    geometry = Geometry.of(MODELS["llama"])
+    shape = Shape.of([10], [-1], rows=3)
+    weights = 4 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 40)
+    expected = 3 * (2 * weights * 10 + 4 * 4 * 64 * 55 + 2 * 32 * 97 * 3)
+    assert model_flops(geometry, shape, "all") == expected
+    assert recomputed_flops(geometry, shape) == 2 * weights * 10 + 4 * 4 * 64 * 55
+    frozen = 2 * (2 * weights * 10 + 2 * 32 * 97 * 3) + 3 * 4 * 4 * 64 * 55
+    assert model_flops(geometry, shape, "adapter", adapters=7) == frozen + 6 * 7 * 10
+
+
+def test_flops_count_the_chosen_experts() -> None:
+    geometry = Geometry.of(MODELS["qwen3_next"])
+    more = Geometry.of(MODELS["qwen3_next"] | {"num_experts_per_tok": 3})
+    assert more.product_flops - geometry.product_flops == 2 * 4 * 3 * 32 * 20
+
+
+def test_predicted_time_follows_the_model() -> None:
+    cost = Cost.by_flops(Geometry.of(LARGE), "adapter")
+    assert cost.per_pair == pytest.approx(Cost().per_pair, rel=0.01)
+    assert Cost.by_flops(Geometry.of(LARGE), "all").per_pair < cost.per_pair
+    assert Cost(2.0, 0.5).of(10, 4) == 22
+
+
+PEFT_TARGETS = {
+    "llama": ["q_proj", "down_proj"],
+    "qwen3": ["k_proj", "up_proj", "gate_proj"],
+    "qwen3_5_text": ["o_proj", "in_proj_qkv", "in_proj_b"],
+    "qwen3_next": ["v_proj", "out_proj", "in_proj_qkvz", "shared_expert_gate"],
+}
+
+
+@pytest.mark.parametrize("name", PEFT_TARGETS)
+def test_adapter_parameters_are_those_of_peft(name: str) -> None:
+    model = get_peft_model(model_of(MODELS[name]), LoraConfig(r=3, target_modules=PEFT_TARGETS[name]))
+    counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert Geometry.of(MODELS[name]).adapter_parameters(3, PEFT_TARGETS[name]) == counted
+
+
+def test_an_adapter_target_that_no_layer_has_is_named() -> None:
+    with pytest.raises(UserError, match=r"adapter\.targets: no layer has in_proj_z; there are down_proj"):
+        Geometry.of(MODELS["llama"]).adapter_parameters(8, ["q_proj", "in_proj_z"])
+
+
+def test_tensors_of_a_layer_by_hand() -> None:
+    """The large geometry, per position in bf16: attention with its gate, Gated DeltaNet, feed-forward."""
+    geometry = Geometry.of(LARGE)
+    one = Shape.of([64], [-1], 0)
+    attention = 64 * (2 * (2 * 5120 + 5 * 6144 + 3 * 1024) + 4 * 24)
+    assert mixer_bytes(geometry, "full_attention", one) == attention
+    widths = 2 * 5120 + 2 * 10240 + 2 * 2048 + 3 * 6144
+    states = 3_145_728 + 3_145_728 // 2
+    assert mixer_bytes(geometry, "linear_attention", one) == 64 * (2 * widths + 8 * 48) + states
+    assert feed_forward_bytes(geometry, 0, 64) == 64 * 2 * (2 * 5120 + 3 * 17408)
+
+
+def test_an_adapter_with_dropout_keeps_its_input_and_a_mask() -> None:
+    geometry = Geometry.of(LARGE)
+    plain, dropout = (AdapterConfig(rank=8, dropout=rate, targets=["down_proj"]) for rate in (0.0, 0.05))
+    assert adapter_input_bytes(geometry, 0, 70_000, plain) == 70_000 * 8 * 2
+    extra = adapter_input_bytes(geometry, 0, 70_000, dropout) - 70_000 * 8 * 2
+    assert extra == tensor_bytes(70_000, 17_408) + tensor_bytes(70_000, 17_408, itemsize=1)
+
+
+def config(**options: Any) -> Config:
+    base = Config(
+        model=ModelConfig(build=LARGE),
+        pack=PackConfig(max_positions=144_000, packs_per_update=8),
+        memory=MemoryConfig(offload="auto"),
+        slurm=SlurmConfig(nodes=2, tasks_per_node=8, gpus_per_node=8),
+    )
+    return replace(base, **options)
+
+
+def bytes_of(budget: Budget, name: str) -> int:
+    return next(term.bytes for term in budget.terms if term.name == name)
+
+
+def test_terms_of_a_node_of_eight() -> None:
+    budget = predict(config(), PACK)
+    assert gib(budget.total("host")) == 704
+    assert bytes_of(budget, "layer inputs") == 2 * tensor_bytes(144_000, 5_120)
+    frozen = sum(budget.geometry.parameters.values()) - budget.geometry.parameters["merger"]
+    assert bytes_of(budget, "frozen weights") == frozen * 2 // 16
+    assert budget.hardware_flops == budget.model_flops + recomputed_flops(budget.geometry, PACK)
+    assert budget.total("gpu") == sum(term.bytes for term in budget.terms if term.place == "gpu")
+
+
+def test_offload_moves_layer_inputs_to_the_host() -> None:
+    kept = predict(config(memory=MemoryConfig(offload="none")), PACK)
+    some = predict(config(memory=MemoryConfig(offload="10")), PACK)
+    assert bytes_of(kept, "layer inputs") == 64 * tensor_bytes(144_000, 5_120)
+    assert bytes_of(some, "layer inputs") == (54 + 2) * tensor_bytes(144_000, 5_120)
+    assert kept.total("host") == 0
+    assert gib(some.total("host")) == 110
+    assert [offloaded_layers(text, 64) for text in ("none", "auto", "3", "99")] == [0, 64, 3, 64]
+
+
+def test_without_recomputation_every_layer_keeps_its_tensors() -> None:
+    once = predict(config(), PACK)
+    kept = predict(config(memory=MemoryConfig(recompute=False)), PACK)
+    assert bytes_of(kept, "all layers' tensors") > 60 * 0.5 * bytes_of(once, "one layer recomputed")
+    assert kept.hardware_flops == kept.model_flops
+
+
+def test_training_all_parameters_shards_their_masters() -> None:
+    budget = predict(config(train=TrainConfig(trainable="all")), PACK)
+    total = sum(budget.geometry.parameters.values())
+    assert bytes_of(budget, "trained parameters") == total * 16 // 16
+    assert bytes_of(budget, "frozen weights") == 0
+    assert bytes_of(budget, "gradient of the head") == 248_320 * 5_120 * 4
+
+
+def test_one_rank_gathers_nothing_and_logits_follow_the_rows() -> None:
+    budget = predict(config(cluster="debug"), PACK)
+    assert bytes_of(budget, "gathered weights") == 0
+    assert bytes_of(budget, "logits of a chunk") == 4_096 * 248_320 * 8
+    assert bytes_of(predict(config(), replace(PACK, rows=100)), "logits of a chunk") == 100 * 248_320 * 8
+
+
+def test_without_a_plan_the_budget_is_that_of_the_longest_example() -> None:
+    assert predict(config()).shape == Shape.of([144_000], [-1], 144_000)
+
+
+def test_too_little_memory_is_refused_with_the_largest_terms() -> None:
+    budget = predict(config(), PACK)
+    budget.refuse(gpu_bytes=budget.total("gpu"), host_bytes=704 * GIB)
+    with pytest.raises(UserError, match=r"needs 704\.0 GiB of a node's pinned memory, which has 512\.0: largest .*off"):
+        budget.refuse(host_bytes=512 * GIB)
+    with pytest.raises(UserError, match=r"of a GPU, which has 8\.0: largest terms one layer recomputed"):
+        budget.refuse(gpu_bytes=8 * GIB)
+
+
+def test_a_budget_is_printed_and_is_json() -> None:
+    budget = predict(config(), PACK)
+    text = describe(budget)
+    assert "144,000 positions: 81 segments, 7.21e+09 visible pairs" in text
+    assert "704.000 GiB pinned on each node" in text
+    assert all(term.name in text for term in budget.terms)
+    assert json.loads(json.dumps(summary(budget)))["host_bytes_per_node"] == 704 * GIB
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "defaults" not in name])
+def test_every_family_has_a_budget(name: str) -> None:
+    targets = AdapterConfig(targets=["q_proj", "gate_proj"], dropout=0.1)
+    budget = predict(config(model=ModelConfig(build=MODELS[name]), adapter=targets), Shape.of([8, 2], [-1, 0], 2))
+    assert budget.total("gpu") > 0
+    assert budget.model_flops > 0
