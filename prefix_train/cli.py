@@ -85,10 +85,15 @@ def read_data(data: Path, model: Path | None, overrides: list[str] | None) -> Co
 
 @app.command("budget")
 def budget_command(where: Where, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Memory and arithmetic of the run's largest pack, term by term, before anything is submitted."""
-    from prefix_train import budget
+    """Memory and arithmetic of the run's largest pack, term by term, before anything is submitted.
 
-    found = budget.predict(read(where, overrides))
+    Its segments are those of the plan; before `prefix-train plan`, one example as long as pack.max_positions.
+    """
+    from prefix_train import budget, lengths
+
+    config = read(where, overrides)
+    planned = lengths.index_path(config).exists()
+    found = budget.predict(config, lengths.largest_pack(config, lengths.load(config)) if planned else None)
     answer(budget.summary(found), budget.describe(found), as_json)
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config, ModelConfig
+from prefix_train.budget import Shape
 from prefix_train.plan import RunPlan, plan_run
 from prefix_train.tree import Forest, Ints, Trie
 
@@ -193,6 +194,15 @@ def run_plan(config: Config, index: LengthIndex) -> RunPlan:
         epochs=config.train.epochs,
         sources=index.sources,
     )
+
+
+def largest_pack(config: Config, index: LengthIndex) -> Shape:
+    """The shape of the first epoch's pack with the most positions, for the budget.
+
+    rows: target tokens of its examples, so at least as many as the rows that go through the head.
+    """
+    pack = max(run_plan(config, index).epoch(0).packs, key=lambda pack: (pack.positions, pack.pairs))
+    return Shape.of(pack.lengths, pack.parents, int(index.targets[list(pack.members)].sum()))
 
 
 def key_of(config: Config, data: Path, data_sha256: str | None = None) -> Key:

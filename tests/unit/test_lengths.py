@@ -74,6 +74,13 @@ def test_an_index_comes_back_as_it_was_written(config: Config, written: LengthIn
     assert "train.jsonl:1" in describe(lengths.run_plan(config, index).epoch(0))
 
 
+def test_the_largest_pack_is_what_the_budget_is_made_for(config: Config, written: LengthIndex) -> None:
+    packs = list(lengths.run_plan(config, written).epoch(0).packs)
+    shape = lengths.largest_pack(config, written)
+    assert shape.positions == max(pack.positions for pack in packs) == 128
+    assert (shape.segments, shape.inner, shape.rows) == (40, 1, 39)
+
+
 def appended(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         with (folder / name).open("a") as stream:
