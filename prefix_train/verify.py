@@ -64,7 +64,7 @@ def standalone(model: nn.Module, examples: Sequence[Example]) -> Half:
 
 def _standalone_loss(model: nn.Module, example: Example) -> Tensor:
     device = next(model.parameters()).device
-    ids = torch.from_numpy(example.ids)[None].to(device)
+    ids = torch.from_numpy(example.ids.copy())[None].to(device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if example.images:
         pixels = np.concatenate([image.load() for image in example.images])
