@@ -96,6 +96,7 @@ def rank_environment(config: Config, place: Place, environment: Mapping[str, str
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # bars of files of a megabyte, drawn into a log
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TILELANG_CACHE_DIR": str(cache / "tilelang"),
