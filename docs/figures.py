@@ -1,0 +1,64 @@
+"""Writes the figures of README.md from the JSON files that measurements left in tests/bench/results/."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests" / "bench" / "results"
+BEGIN, END = "<!-- figures:begin", "<!-- figures:end -->"
+
+
+def read(name: str) -> dict[str, Any]:
+    """One committed measurement."""
+    document: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return document
+
+
+def rows(demo: dict[str, Any], cpu: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, figure) of each row."""
+    check, differences, shape = demo["verify"], demo["verify"]["differences"], cpu["shape"]
+    positions, logical = demo["positions"], demo["logical_tokens"]
+    pack = f"{shape['prefix']:,} + {shape['continuations']} x {shape['continuation_tokens']} tokens"
+    packed, alone = cpu["packed"]["median_s"], cpu["standalone"]["median_s"]
+    return [
+        (
+            "held-out digits answered exactly",
+            f"{demo['accuracy']:.1%} of {demo['heldout_examples']} (chance {demo['chance']:.0%})",
+        ),
+        ("positions computed", f"{positions:,} for {logical:,} logical tokens: {logical / positions:.1f} times fewer"),
+        ("training, two ranks on two cores", f"{demo['updates']} updates in {demo['seconds']:.0f} s"),
+        (
+            "against transformers' own model, trained weights, float32",
+            f"mean loss differs by {differences['mean_loss']:.0e}, the worst of {check['tensors']} gradient tensors by "
+            f"{differences['gradient']:.0e} of its norm",
+        ),
+        (
+            f"update of one pack of {pack}, one core",
+            f"{packed:.2f} s; the same examples alone {alone:.1f} s: {cpu['ratio']:.1f} times longer",
+        ),
+        ("memory of an update with 4 times the continuations", f"{cpu['update_bytes_growth']:.2f} times as much"),
+    ]
+
+
+def table(demo: dict[str, Any], cpu: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = ["| measured by `make demo` and `make bench-cpu` | |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {what} | {figure} |" for what, figure in rows(demo, cpu))])
+
+
+def with_figures(readme: str) -> str:
+    """`readme` with what stands between the marks written anew."""
+    head, rest = readme.split(BEGIN, 1)
+    mark, rest = rest.split("\n", 1)
+    return f"{head}{BEGIN}{mark}\n{table(read('demo.json'), read('cpu.json'))}\n{END}{rest.split(END, 1)[1]}"
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    path.write_text(with_figures(old), encoding="utf-8")
+    sys.exit(0)
