@@ -23,17 +23,22 @@ def attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftMode
     the exported adapter carries them and PEFT loads it back. Raises UserError for a target that matches nothing.
     """
     found = anatomy.find(model)
+    names = target_names(found, config.targets)
     mergers = [anatomy.name_of(merger, model) for merger in found.mergers] if config.merger else []
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=target_names(found, config.targets),
+        target_modules=list(names),
         modules_to_save=mergers or None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(str(seed), "adapters"))
-        adapted = get_peft_model(model, lora)
+        try:
+            adapted = get_peft_model(model, lora)
+        except ValueError as error:
+            raise UserError(f"adapter.targets: PEFT refuses them for this {type(model).__name__}: {error}") from error
+    _refuse_other_targets(model, names)
     if config.dropout > 0:
         _seed_dropouts(adapted)
     return adapted
@@ -53,6 +58,16 @@ def target_names(found: anatomy.Anatomy, targets: list[str]) -> list[str]:
                 f"It has {', '.join(known)}"
             )
     return [name for name in linear if any(_ends_in(name, target) for target in targets)]
+
+
+def _refuse_other_targets(model: PreTrainedModel, names: list[str]) -> None:
+    """Raise UserError unless PEFT adapted just these modules: it takes some names for parts of fused experts."""
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if wrong := sorted(adapted.symmetric_difference(names)):
+        raise UserError(
+            f"adapter.targets: PEFT does not adapt what they name in this {type(model).__name__} (see {wrong[0]}); "
+            "in a model of experts leave gate_proj, up_proj and down_proj out"
+        )
 
 
 def _ends_in(name: str, target: str) -> bool:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from prefix_train import anatomy
 from prefix_train.collate import Batch
 
 if TYPE_CHECKING:
@@ -61,14 +63,15 @@ def _watching(root: Root, bad: dict[str, Tensor]) -> Iterator[None]:
     """
     handles: list[Any] = []
 
-    def watch(module: nn.Module, _: Any, prefix: str) -> None:
+    def watch(_: nn.Module, __: Any, module: nn.Module, prefix: str) -> None:
         for name, parameter in module.named_parameters(prefix):
-            if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
                 handles.append(parameter.register_hook(partial(_note, bad, name)))  # type: ignore[no-untyped-call]
 
-    names = {id(module): name for name, module in root.named_modules()}
-    for module in (root, *root.anatomy.units):
-        handles.append(module.register_forward_pre_hook(partial(watch, prefix=names[id(module)])))
+    handles.append(root.register_forward_pre_hook(partial(watch, module=root.model, prefix="")))
+    for unit in root.anatomy.units:
+        name = anatomy.name_of(unit, root.model)
+        handles.append(unit.register_forward_pre_hook(partial(watch, module=unit, prefix=name)))
     try:
         yield
     finally:

@@ -37,7 +37,10 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
     auto = AutoModelForCausalLM
     if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         auto = AutoModelForImageTextToText
-    model, keys = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+    # What does not fit is reported as such, then `audit` refuses it.
+    model, keys = auto.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+    )
     audit(folder, keys)
     return model.eval(), processor
 
@@ -50,7 +53,7 @@ def audit(folder: Path, keys: dict[str, Any]) -> None:
         ("mismatched_keys", "shapes differ"),
         ("error_msgs", "they could not be read"),
     ):
-        if found := sorted(map(str, keys.get(kind) or ())):
+        if found := sorted(key if isinstance(key, str) else str(key[0]) for key in keys.get(kind) or ()):
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise UserError(f"{folder}: {kind.replace('_', ' ')}: {', '.join(found[:3])}{more}: {advice}")
 
