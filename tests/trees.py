@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -54,7 +54,7 @@ def leaves(layout: Layout) -> list[int]:
     return [segment for segment in range(len(layout.lengths)) if segment not in set(layout.parents)]
 
 
-def standalone(layout: Layout, along_path: object, *inputs: Tensor) -> Tensor:
+def standalone(layout: Layout, along_path: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """What a mixer gives when every root path is a sequence of its own.
 
     along_path(*inputs) computes one sequence; inputs and output have the tokens in dimension 0. A token of several
@@ -63,7 +63,7 @@ def standalone(layout: Layout, along_path: object, *inputs: Tensor) -> Tensor:
     out: dict[int, Tensor] = {}
     for leaf in leaves(layout):
         rows = path_rows(layout, leaf)
-        alone = along_path(*(x[rows] for x in inputs))  # type: ignore[operator]
+        alone = along_path(*(x[rows] for x in inputs))
         for place, row in enumerate(rows.tolist()):
             out.setdefault(row, alone[place])
     return torch.stack([out[row] for row in range(layout.total)])
@@ -86,7 +86,7 @@ def assert_close(mine: Sequence[Tensor], truth: Sequence[Tensor], bound: float, 
     assert all(error <= bound for error in errors.values()), errors
 
 
-def neighbours(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def ranges(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Half-open ranges of consecutive lengths."""
     edges = [0]
     for length in lengths:

@@ -121,12 +121,10 @@ def test_two_thousand_readers_of_one_sign() -> None:
 def test_partial_sums_are_float32() -> None:
     """A chain of 200 single tokens: every query's gradient is a sum of up to 200 pieces."""
     layout = Layout.from_tree([1] * 200, range(-1, 199))
-    of = [x.detach().abs().requires_grad_() for x in inputs(layout, torch.bfloat16)]
-    grad = weights(layout).abs().bfloat16().double()
+    of, grad = inputs(layout, torch.bfloat16), weights(layout).bfloat16().double()
     found = with_gradients(tree_attention(*of, layout, SCALE, "merged"), of, grad)
-    expected = truth(layout, of, grad)
-    trees.assert_close(found[2:], expected[2:], 1e-2, NAMES[2:])
-    trees.assert_close(found[:2], expected[:2], 3e-2, NAMES[:2])
+    # In bf16 the query's would be off by 1e-2.
+    trees.assert_close(found, truth(layout, of, grad), 6e-3, NAMES)
 
 
 def test_nothing_hangs_on_the_context() -> None:

@@ -112,7 +112,7 @@ def test_groups(tree: tuple[list[int], list[int]], most: int) -> None:
             assert len(group.segments) <= most
             assert group.lengths == tuple(layout.lengths[s] for s in group.segments)
             assert group.tokens == sum(group.lengths)
-            assert group.cu_seqlens.tolist() == [0, *(stop for _, stop in trees.neighbours(group.lengths))]
+            assert group.cu_seqlens.tolist() == [0, *(stop for _, stop in trees.ranges(group.lengths))]
             assert group.cu_seqlens_cpu.tolist() == group.cu_seqlens.tolist()
             chunks = [[i, c] for i, length in enumerate(group.lengths) for c in range(-(-length // CHUNK))]
             assert group.chunk_indices.tolist() == chunks
@@ -137,7 +137,7 @@ def test_padded_groups(tree: tuple[list[int], list[int]], most: int) -> None:
         assert group.chunk == min(CHUNK, max(group.lengths))
         chunks = torch.full((sum(group.active), group.chunk), -1)
         chunks.view(-1)[group.slots] = torch.arange(group.tokens)
-        ranges = trees.neighbours(group.lengths)
+        ranges = trees.ranges(group.lengths)
         by_length = group.by_length.tolist()
         assert sorted(by_length) == list(range(len(group.segments)))
         row = 0
