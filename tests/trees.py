@@ -17,6 +17,8 @@ LENGTHS = (1, 2, 3, 4, 63, 64, 65, 130)
 FIVE_DEEP = ([64, 3, 1, 65, 2, 1, 130, 4, 1, 63], [-1, 0, 1, 1, 3, 4, 3, 0, 7, -1])
 """Two roots; a path of five segments; segments of one token below others of one token."""
 
+FORK = ([70, 5, 20, 20, 3, 1, 7], [-1, 0, 1, 1, 0, 0, -1])
+
 MANY_SHORT = ([9, *[1] * 40], [-1, *[0] * 40])
 
 SHAPES = {

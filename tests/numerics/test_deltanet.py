@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import pytest
@@ -12,81 +11,29 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from configs.errors import UserError
-from prefix_train import deltanet, flash_linear
+from prefix_train import deltanet
 from prefix_train.deltanet import resolve_kernels, tree_conv, tree_delta_rule
-from prefix_train.layout import CHUNK, Group, Layout
+from prefix_train.layout import Group, Layout
 from tests import trees
+from tests.alone import (
+    CHANNELS,
+    CONV_NAMES,
+    KEY,
+    RULE_NAMES,
+    VALUE,
+    VALUE_HEADS,
+    conv_alone,
+    conv_inputs,
+    conv_truth,
+    draws,
+    rule_inputs,
+    rule_truth,
+    widened,
+    with_gradients,
+)
 
 TREES = [*trees.SHAPES.values(), *(trees.random_tree(seed, 1 + seed % 5) for seed in range(6))]
 BOUNDS = [(torch.float64, 1e-12), (torch.float32, 5e-6), (torch.bfloat16, 1.5e-2)]
-CHANNELS, HEADS, VALUE_HEADS, KEY, VALUE = 20, 2, 4, 8, 6
-RULE_NAMES = ("out", "query", "key", "value", "g", "beta")
-CONV_NAMES = ("out", "x", "weight", "bias")
-
-
-def draws(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
-
-
-def conv_inputs(layout: Layout, dtype: torch.dtype, width: int = 4, bias: bool = True) -> list[Tensor]:
-    shapes = [(layout.total, CHANNELS), (CHANNELS, width), *[(CHANNELS,)] * bias]
-    return [x.to(dtype).requires_grad_() for x in draws(layout.total, *shapes)]
-
-
-def rule_inputs(layout: Layout, dtype: torch.dtype) -> list[Tensor]:
-    """query, key, value, g, beta. Slow decay (A = 0.05): a leak of the state does not fade away."""
-    total = layout.total
-    shapes = [(1, total, HEADS, KEY)] * 2 + [(1, total, VALUE_HEADS, VALUE)] + [(1, total, VALUE_HEADS)] * 2
-    query, key, value, a, b = draws(layout.total, *shapes)
-    wide = torch.promote_types(dtype, torch.float32)
-    made = [query.to(dtype), key.to(dtype), value.to(dtype), (-0.05 * F.softplus(a)).to(wide), b.sigmoid().to(dtype)]
-    return [x.requires_grad_() for x in made]
-
-
-def with_gradients(out: Tensor, of: list[Tensor], grad: Tensor) -> list[Tensor]:
-    return [out, *torch.autograd.grad(out, of, grad.to(out.dtype))]
-
-
-def widened(of: list[Tensor]) -> list[Tensor]:
-    return [x.detach().double().requires_grad_() for x in of]
-
-
-def conv_alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One sequence [n, C] with zeros before it."""
-    padded = F.pad(x.t()[None], (weight.shape[1] - 1, 0))
-    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=x.shape[1]))[0].t()
-
-
-def rule_alone(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """One sequence [n, H, ...], token by token."""
-    return recurrence(query, key, value, g, beta, value.new_zeros(value.shape[1], key.shape[2], value.shape[2]))[0]
-
-
-def recurrence(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
-    groups = value.shape[1] // key.shape[1]
-    query, key = (x.repeat_interleave(groups, 1) for x in (query, key))
-    out = []
-    for q, k, v, decay, b in zip(query, key, value, g, beta, strict=True):
-        state = state * decay.exp()[:, None, None]
-        known = torch.einsum("hk,hkv->hv", k, state)
-        state = state + torch.einsum("hk,hv->hkv", k, (v - known) * b[:, None])
-        out.append(torch.einsum("hk,hkv->hv", q, state) * q.shape[-1] ** -0.5)
-    return torch.stack(out), state
-
-
-def conv_truth(layout: Layout, of: list[Tensor], grad: Tensor) -> list[Tensor]:
-    wide = widened(of)
-    weight, bias = wide[1], wide[2] if len(wide) > 2 else None
-    return with_gradients(trees.standalone(layout, lambda x: conv_alone(x, weight, bias), wide[0]), wide, grad)
-
-
-def rule_truth(layout: Layout, of: list[Tensor], grad: Tensor) -> list[Tensor]:
-    wide = widened(of)
-    return with_gradients(trees.standalone(layout, rule_alone, *(x[0] for x in wide))[None], wide, grad)
 
 
 def convolve(of: list[Tensor], layout: Layout) -> Tensor:
@@ -282,13 +229,10 @@ def changes_elsewhere(mix: Mixer, layout: Layout, conv: Layout, rule: Layout, dt
     return any(not torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-FORK = ([70, 5, 20, 20, 3, 1, 7], [-1, 0, 1, 1, 0, 0, -1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mix", [conv_mixer, rule_mixer, both_mixers])
 def test_r01_one_continuation_reaches_no_other(mix: Mixer, dtype: torch.dtype) -> None:
-    for tree in (FORK, trees.MANY_SHORT, trees.FIVE_DEEP):
+    for tree in (trees.FORK, trees.MANY_SHORT, trees.FIVE_DEEP):
         layout = Layout.from_tree(*tree)
         for leaf in trees.leaves(layout)[:: 1 + len(layout.lengths) // 12]:
             assert not changes_elsewhere(mix, layout, layout, layout, dtype, leaf)
@@ -297,14 +241,14 @@ def test_r01_one_continuation_reaches_no_other(mix: Mixer, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mix", [conv_mixer, rule_mixer, both_mixers])
 def test_r01_fails_without_fix(mix: Mixer, dtype: torch.dtype) -> None:
-    layout = Layout.from_tree(*FORK)
+    layout = Layout.from_tree(*trees.FORK)
     leaky = trees.chain(layout)
     assert changes_elsewhere(mix, layout, leaky, leaky, dtype, 2)
 
 
 @pytest.mark.parametrize("mix", [conv_mixer, rule_mixer, both_mixers])
 def test_r02_convolution_and_delta_rule_each_alone_and_together(mix: Mixer) -> None:
-    for tree in (FORK, trees.MANY_SHORT, trees.FIVE_DEEP):
+    for tree in (trees.FORK, trees.MANY_SHORT, trees.FIVE_DEEP):
         layout = Layout.from_tree(*tree)
         of = layer_inputs(layout, torch.float64)
         assert trees.relative(mix(of, layout, layout), layer_truth(mix, layout, of)) < 1e-12
@@ -316,7 +260,7 @@ def test_r02_convolution_and_delta_rule_each_alone_and_together(mix: Mixer) -> N
 )
 def test_r02_fails_without_fix(mix: Mixer, leaks: str) -> None:
     """Boundaries for the one and not for the other: caught for each, alone and together."""
-    layout = Layout.from_tree(*FORK)
+    layout = Layout.from_tree(*trees.FORK)
     leaky = trees.chain(layout)
     conv, rule = (leaky, layout) if leaks == "convolution" else (layout, leaky)
     for dtype in (torch.float64, torch.bfloat16):
@@ -350,88 +294,6 @@ def test_wrong_layouts_and_kernels_are_refused() -> None:
         tree_delta_rule(*rule, layout, kernels="cuda")
 
 
-def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(f"No module named {name.split('.')[0]!r}")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    layout = Layout.from_tree([6], [-1])
-    for mix in (
-        lambda: tree_conv(*conv_inputs(layout, torch.float32), layout, kernels="fla"),
-        lambda: tree_delta_rule(*rule_inputs(layout, torch.float32), layout, kernels="fla"),
-    ):
-        with pytest.raises(UserError, match=r"need flash-linear-attention, which cannot be imported here .*'fla'"):
-            mix()
-
-
-def stand_in(module: str, name: str) -> Callable[..., object]:
-    """flash-linear-attention's functions as its documentation describes them, token by token."""
-
-    def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, None]:
-        assert activation == "silu"
-        return conv_alone(x[0], weight, bias)[None], None
-
-    def chunk_gated_delta_rule(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool,
-        cu_seqlens: Tensor,
-        cu_seqlens_cpu: Tensor,
-        chunk_indices: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        assert use_qk_l2norm_in_kernel
-        assert len(q) == 1
-        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
-        assert cu_seqlens[-1] == q.shape[1]
-        ranges = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
-        chunks = [[i, c] for i, (begin, end) in enumerate(ranges) for c in range(-(-(end - begin) // CHUNK))]
-        assert chunk_indices.tolist() == chunks
-        if initial_state is None:
-            initial_state = torch.zeros(len(ranges), v.shape[2], k.shape[3], v.shape[3])
-        parts = [
-            recurrence(*(x[0, begin:end].float() for x in (q, k, v, g, beta)), state)
-            for (begin, end), state in zip(ranges, initial_state, strict=True)
-        ]
-        out = torch.cat([out for out, _ in parts]).to(q.dtype)[None]
-        return out, torch.stack([state for _, state in parts]) if output_final_state else None
-
-    return {"causal_conv1d": causal_conv1d, "chunk_gated_delta_rule": chunk_gated_delta_rule}[name]
-
-
-@pytest.mark.parametrize("most", [2, 128])
-def test_calls_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """What goes into its kernels and comes out of them, with stand-ins that compute the same on the CPU."""
-    monkeypatch.setattr(flash_linear, "_import", stand_in)
-    layout = Layout.from_tree(*trees.FIVE_DEEP, group=most)
-    of = rule_inputs(layout, torch.float32)
-    grad = draws(2, (1, layout.total, VALUE_HEADS, VALUE))[0]
-    found = with_gradients(tree_delta_rule(*of, layout, kernels="fla"), of, grad)
-    trees.assert_close(found, rule_truth(layout, of, grad), 5e-6, RULE_NAMES)
-    conv = conv_inputs(layout, torch.float32)
-    grad = draws(1, (layout.total, CHANNELS))[0]
-    found = with_gradients(tree_conv(*conv, layout, kernels="fla"), conv, grad)
-    trees.assert_close(found, conv_truth(layout, conv, grad), 5e-6, CONV_NAMES)
-
-
-def test_states_of_another_dtype_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def half_states(module: str, name: str) -> Callable[..., object]:
-        def rule(**given: object) -> tuple[Tensor, Tensor]:
-            out, final = stand_in(module, "chunk_gated_delta_rule")(**given)  # type: ignore[misc]
-            return out, final.bfloat16()
-
-        return rule
-
-    monkeypatch.setattr(flash_linear, "_import", half_states)
-    layout = Layout.from_tree(*FORK)
-    with pytest.raises(RuntimeError, match=r"final states are torch.bfloat16 \(2, 4, 8, 6\), not float32"):
-        tree_delta_rule(*rule_inputs(layout, torch.float32), layout, kernels="fla")
-
-
 def test_only_segments_with_children_keep_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[tuple[int, ...], int] = {}
     rule = deltanet.chunked.delta_rule
@@ -443,6 +305,6 @@ def test_only_segments_with_children_keep_a_state(monkeypatch: pytest.MonkeyPatc
         return out, final
 
     monkeypatch.setattr(deltanet.chunked, "delta_rule", counting)
-    layout = Layout.from_tree(*FORK)
+    layout = Layout.from_tree(*trees.FORK)
     tree_delta_rule(*rule_inputs(layout, torch.float32), layout)
     assert kept == {(0, 6): 1, (1, 4, 5): 1, (2, 3): 0}
