@@ -30,7 +30,7 @@ def run(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
     except UserError as mistake:
         _complain(str(mistake))
     except UsageError as mistake:
-        _complain(f"{getattr(mistake, 'message', mistake)} (see --help)")
+        _complain(f"{_message(mistake)} (see --help)")
     except typer.Abort:
         sys.exit(130)
     sys.exit(status if isinstance(status, int) else 0)
@@ -39,6 +39,12 @@ def run(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
 def print_json(document: Any) -> None:
     """Print one JSON document as one line: the last line of a command's standard output under --json."""
     print(json.dumps(document, allow_nan=False, ensure_ascii=False), flush=True)
+
+
+def _message(mistake: Exception) -> str:
+    """A missing argument has no message of its own, only one that is made for printing."""
+    printed: str = mistake.format_message()  # type: ignore[attr-defined]
+    return printed
 
 
 def _complain(line: str) -> NoReturn:
