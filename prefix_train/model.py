@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from configs.errors import UserError
 from configs.schema import Config, ModelConfig
 from prefix_train import adapters, anatomy, patch, precision, tiny, unit
+from prefix_train.embedding import embed
 from prefix_train.loss import target_losses
 
 if TYPE_CHECKING:
@@ -127,14 +128,20 @@ class Root(nn.Module):
             return self._run(batch)
 
     def _run(self, batch: Batch) -> Out:
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        embeddings = embed(self.anatomy.base.get_input_embeddings(), batch.input_ids)
+        images: dict[str, Any] = {}
         if batch.pixel_values is not None:
-            inputs |= {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}
+            # The ids say where the images' embeddings go.
+            images = {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}
+            images |= {"input_ids": batch.input_ids}
         elif self.images:
-            embeddings = self.anatomy.base.get_input_embeddings()(batch.input_ids)
-            inputs = {"inputs_embeds": embeddings + self._blank_image().to(embeddings.dtype)}
+            embeddings = embeddings + self._blank_image().to(embeddings.dtype)
         hidden = self.anatomy.body(
-            **inputs, position_ids=batch.position_ids, layout=batch.layout, use_cache=False
+            **images,
+            inputs_embeds=embeddings,
+            position_ids=batch.position_ids,
+            layout=batch.layout,
+            use_cache=False,
         ).last_hidden_state
         loss, each = target_losses(hidden[0], batch.targets, self.anatomy.head.weight, self.chunk_rows)
         return Out(loss, each)

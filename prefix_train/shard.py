@@ -18,7 +18,8 @@ from prefix_train.model import Root
 def shard(root: Root, mesh: DeviceMesh) -> None:
     """Shard `root` over `mesh` (one dimension), in place; every rank must hold the same full parameters.
 
-    Parameters become DTensors under their own names. Computing stays in `root.dtype`, trained parameters stay float32.
+    They move to the mesh's devices group by group, so that no device ever holds them all. Parameters become DTensors
+    under their own names. Computing stays in `root.dtype`, trained parameters stay float32.
     """
     unit.leave_precision_to_sharding(root.anatomy)
     root.copies = None

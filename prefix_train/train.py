@@ -84,8 +84,9 @@ class Life:
         images = self.feed.images or bool(self.heldout and self.heldout.images)
         self.model = ranks.together(lambda: models.prepare(model, config))
         self.root = models.Root(self.model, models.DTYPES[config.model.dtype], config.train.loss_chunk_rows, images)
-        self.root.to(ranks.device)
-        if ranks.mesh is not None:
+        if ranks.mesh is None:
+            self.root.to(ranks.device)
+        else:
             shard.shard(self.root, ranks.mesh)
         self.parameters = anatomy.trainable(self.model)
         self.optimizer = make_optimizer(self.parameters, config)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
-from configs.schema import AdapterConfig, Config, DataConfig, MemoryConfig, PackConfig, TrainConfig
+from configs.schema import AdapterConfig, Config, DataConfig, MemoryConfig, ModelConfig, PackConfig, TrainConfig
 from prefix_train import anatomy, blame, dist, evaluate, gradients, model, shard, step
 from prefix_train import feed as feeds
 from prefix_train.data import Examples
@@ -28,11 +28,18 @@ from prefix_train.dist import Disagreement, Ranks
 from prefix_train.plan import Cursor
 from tests import batches, models
 
-ALONE = Ranks(0, 1, torch.device("cpu"), None)
 COUNT = 7
 SPAWN_TIMEOUT_S = 200.0
 
+KERNELS = {"cpu": ModelConfig(), "cuda": ModelConfig(attention="dense", deltanet="reference")}
+"""On a GPU what is checked is the sharding over NCCL, not the kernels."""
+
 Check = Callable[[Ranks], None]
+
+
+def alone_on(ranks: Ranks) -> Ranks:
+    """The only rank, on the same device."""
+    return Ranks(0, 1, ranks.device, None)
 
 
 def trainer(ranks: Ranks, base: Any, dtype: torch.dtype, trainable: str, **given: Any) -> step.Stepper:
@@ -41,6 +48,7 @@ def trainer(ranks: Ranks, base: Any, dtype: torch.dtype, trainable: str, **given
         train=TrainConfig(trainable=trainable),  # type: ignore[arg-type]
         adapter=AdapterConfig(rank=2, dropout=given.get("dropout", 0.0)),
         memory=MemoryConfig(recompute=given.get("recompute", True), offload="none"),
+        model=KERNELS[ranks.device.type],
     )
     prepared = model.prepare(base, config)
     with torch.no_grad():
@@ -48,7 +56,9 @@ def trainer(ranks: Ranks, base: Any, dtype: torch.dtype, trainable: str, **given
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
     root = model.Root(prepared, dtype, chunk_rows=3, images=given.get("images", False))
-    if ranks.mesh is not None:
+    if ranks.mesh is None:
+        root.to(ranks.device)
+    else:
         given.get("shard", shard.shard)(root, ranks.mesh)
     parameters = anatomy.trainable(prepared)
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.0, weight_decay=0.0)
@@ -80,7 +90,7 @@ def both(ranks: Ranks, family: str, dtype: torch.dtype, trainable: str, groups: 
     base = models.build(family, dtype)
     examples = batches.make(base, COUNT, images=given.get("images", False))
     packs = batches.batches(examples, groups, dtype=torch.promote_types(dtype, torch.float32))
-    alone = trainer(ALONE, copy.deepcopy(base), dtype, trainable, **given)
+    alone = trainer(alone_on(ranks), copy.deepcopy(base), dtype, trainable, **given)
     sharded = trainer(ranks, base, dtype, trainable, **given)
     one = step.update(alone, 0, 0.0, packs)
     two = step.update(sharded, 0, 0.0, packs[ranks.rank :: ranks.world])
@@ -112,7 +122,10 @@ IMAGES_LEFT = [[0, 2, 4, 6], [], [1, 3, 5], []]
 def three_updates(ranks: Ranks) -> None:
     base = models.build("qwen3_5", torch.float32)
     examples = batches.make(base, COUNT, images=True)
-    pair = [trainer(each, copy.deepcopy(base), torch.float32, "all", images=True, clip=0.5) for each in (ALONE, ranks)]
+    pair = [
+        trainer(each, copy.deepcopy(base), torch.float32, "all", images=True, clip=0.5)
+        for each in (alone_on(ranks), ranks)
+    ]
     for number in range(3):
         groups = batches.regroup(COUNT, 4, number)
         packs = batches.batches(examples, groups)
@@ -133,7 +146,7 @@ def rank_without_image(ranks: Ranks) -> None:
     for trainable in ("all", "adapter"):
         packs = batches.batches(joined, [[0, 1, 2, 3, 4, 5, 6], [7, 8]])
         assert [batch.pixel_values is None for batch in packs] == [False, True]
-        alone = trainer(ALONE, copy.deepcopy(base), torch.float32, trainable, images=True)
+        alone = trainer(alone_on(ranks), copy.deepcopy(base), torch.float32, trainable, images=True)
         sharded = trainer(ranks, copy.deepcopy(base), torch.float32, trainable, images=True)
         step.update(alone, 0, 0.0, packs)
         step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
@@ -178,10 +191,10 @@ def gradient_not_finite(ranks: Ranks) -> None:
         base = models.build("llama", torch.float32)
         packs = batches.batches(batches.make(base, COUNT), GROUPS)
         sharded = trainer(ranks, base, torch.float32, trainable)
-        bad = packs[3].layout
+        bad = packs[3].layout.lengths
 
         def hook(module: Any, args: Any, kwargs: Any, output: Tensor, bad: Any = bad) -> None:
-            if kwargs["layout"] is bad and output.requires_grad:
+            if kwargs["layout"].lengths == bad and output.requires_grad:
                 output.register_hook(lambda gradient: gradient * float("inf"))
 
         sharded.root.anatomy.layers[0].register_forward_hook(hook, with_kwargs=True)
@@ -212,7 +225,7 @@ def agreement(ranks: Ranks) -> None:
     assert ranks.any(ranks.rank == 1)
     assert not ranks.any(False)
     assert ranks.max(10 + ranks.rank) == 11
-    assert ranks.sum(torch.tensor([1.0, ranks.rank])).tolist() == [2.0, 1.0]
+    assert ranks.sum(torch.tensor([1.0, ranks.rank], device=ranks.device)).tolist() == [2.0, 1.0]
     assert ranks.gather({"x": "ä" * (ranks.rank * 50)}) == [{"x": ""}, {"x": "ä" * 50}]
     ranks.require_same("the plan", "abc")
     text = raised(Disagreement, lambda: ranks.require_same("the plan", f"abc{ranks.rank}"))
@@ -232,12 +245,12 @@ def evaluation(ranks: Ranks) -> None:
     base = models.build("qwen3_5", torch.float32)
     examples = batches.make(base, COUNT, images=True)
     given = {"images": True, "dropout": 0.3}
-    alone = trainer(ALONE, copy.deepcopy(base), torch.float32, "adapter", **given)
+    alone = trainer(alone_on(ranks), copy.deepcopy(base), torch.float32, "adapter", **given)
     sharded = trainer(ranks, base, torch.float32, "adapter", **given)
     packs = [batches.pack(examples, group) for group in EMPTY_RANK]
     for each in (alone, sharded):
         each.root.eval()
-    one = evaluate.losses(alone.root, packs, examples, ALONE.device)
+    one = evaluate.losses(alone.root, packs, examples, ranks.device)
     two = evaluate.losses(sharded.root, packs[ranks.rank :: 2], examples, ranks.device)
     shard.release(sharded.root)
     two = {index: loss for part in ranks.gather(list(two.items())) for index, loss in part}
