@@ -80,7 +80,9 @@ class Ranks:
         padded = torch.nn.functional.pad(text, (0, longest - len(text)))
         parts = [torch.empty_like(padded) for _ in range(self.world)]
         torch_dist.all_gather(parts, padded)
-        return [json.loads(bytes(part[: int(length)].tolist())) for part, length in zip(parts, lengths, strict=True)]
+        return [
+            json.loads(part[: int(length)].cpu().numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)
+        ]
 
     def require_same(self, what: str, value: str) -> None:
         """Raise Disagreement on every rank unless all hold the same `value`."""

@@ -40,6 +40,8 @@ def main(run: Path) -> int:
     config = compose.from_run(run)
     if config.engine != "sharded":
         raise UserError(f"engine={config.engine} is not there yet: set engine=sharded")
+    if config.memory.offload != "none":
+        raise UserError(f"memory.offload={config.memory.offload} is not there yet: set memory.offload=none")
     torch.set_num_threads(config.train.threads)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stop, beat = StopRequest(), Heartbeat(run, rank, world)
@@ -98,9 +100,9 @@ class Life:
     def train(self, stop: StopRequest) -> bool:
         """Walk the plan's updates from where the run stands; False where the run was asked to stop and saved."""
         config, total = self.config, self.feed.plan.total
+        began = time.monotonic()
         for ready in self.feed.walk(self.cursor):
-            step, began = ready.step, time.monotonic()
-            number = step.after.number
+            step, number = ready.step, ready.step.after.number
             for line in ready.skipped:
                 self.reporter.say(f"update {number}: left out {line}")
             self.skipped += ready.skipped
@@ -120,6 +122,7 @@ class Life:
             if stopping:
                 self.reporter.say(f"asked to stop: saved after update {number}; the run can go on from here")
                 return False
+            began = time.monotonic()
         return True
 
     def close(self) -> outcome.Closing:
