@@ -233,6 +233,17 @@ def test_weights_follow_from_the_seed_alone():
     assert all(torch.equal(first[name].bfloat16(), rounded[name]) for name in first)
 
 
+def test_gated_deltanet_starts_with_a_memory():
+    """Steps softplus(dt_bias) as the architecture's authors draw them; transformers' own would all be 1.3."""
+    build = with_key(BUILD, "text_config.linear_num_value_heads", 64)
+    steps = torch.nn.functional.softplus(
+        tiny.build_model(build, seed=0).model.language_model.layers[0].linear_attn.dt_bias
+    )
+    assert 0.001 <= steps.min() < 0.003
+    assert 0.03 < steps.max() <= 0.1
+    assert 0.005 < steps.median() < 0.02
+
+
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
