@@ -1,25 +1,34 @@
-"""`python -m slurm.finish RUN OUTCOME`: what became of the job, in one line and one exit status.
+"""`python -m slurm.finish RUN OUTCOME`: what became of the job, in one line and one exit status, and what follows.
 
 The causes come from the run folder, because what Slurm and submitit say is not enough: with `--kill-on-bad-exit` srun
 answers 143 whatever the culprit's status was, and submitit's local executor answers 0. A run is complete when every
-rank ended well and `result.json` is there.
+rank ended well and `result.json` is there. Whether a Slurm job begins again, and where, is `slurm.policy`'s.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
 from configs import runfolder
+from configs.compose import from_run
 from configs.console import make_app
 from configs.console import run as run_app
+from configs.schema import Config
 from prefix_train import heartbeat
-from slurm import acts, verdict
+from prefix_train.heartbeat import End
+from slurm import acts, life, policy, scheduler, verdict
+from slurm.policy import Cause, Life
+from slurm.scheduler import NoAnswer
 
 GATE_FAILED = 78
 """Exit status of a job whose nodes were found unfit: training never started."""
@@ -29,56 +38,168 @@ FAILED = 1
 ENDED_WELL = (0, runfolder.STOPPED)
 """Exit statuses of ranks that did what they were asked: finish, or save and stop."""
 
+WORD_S = 5.0
+"""How long the word of a rank that was killed may take: its node's watcher writes it."""
+
+LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
+"""What a rank says of another one that is gone."""
+OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+
 
 class Outcome(NamedTuple):
-    """How a job ended."""
+    """How a job ended. ranks: those that the cause points to."""
 
     status: int
     line: str
+    cause: Cause = "unknown"
+    ranks: tuple[int, ...] = ()
 
 
-def conclude(run: Path, srun_status: int) -> Outcome:
+def conclude(run: Path, srun_status: int, per_node: int | None = None) -> Outcome:
     """Judge a job whose ranks have ended, `srun_status` being what their launcher answered.
 
     The exit status is that of the rank that failed first, or of the launcher where no rank left a record; a hang has
-    its own; without a result nothing counts as success.
+    its own; without a result nothing counts as success. per_node: ranks per node, where nodes can fail alone.
     """
     attempt = runfolder.current_attempt(run)
     if hang := verdict.latest(run, attempt):
-        return Outcome(HUNG, f"stuck: {hang}")
+        return Outcome(HUNG, f"stuck: {hang}", "hang", verdict.culprits(run, attempt))
     ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
-    if failed := sorted((end for end in ends if end.status not in ENDED_WELL), key=lambda end: end.time):
-        return Outcome(_status(failed[0]), f"failed: {_sentence(failed[0])}")
+    if per_node and (lost := _lost_ranks(ends, per_node)):
+        return _node_lost(lost, srun_status, ends)
+    if failed := sorted((end for end in ends if end.status not in ENDED_WELL), key=_first_cause):
+        first = failed[0]
+        ranks = (first.rank,) if first.signal else ()
+        return Outcome(_status(first), f"failed: {_sentence(first)}", _cause(first), ranks)
     if srun_status:
         return Outcome(srun_status, f"failed: the ranks' launcher ended with status {srun_status}")
-    silent = sorted({*range(ends[0].world if ends else 1)} - {end.rank for end in ends})
+    silent = _silent(ends)
     if silent:
         return Outcome(FAILED, f"failed: rank {silent[0]} left no word of how it ended")
     if any(end.status == runfolder.STOPPED for end in ends):
         script = shlex.quote(str(run / runfolder.SUBMIT_SCRIPT))
-        return Outcome(runfolder.STOPPED, f"stopped as asked, with a checkpoint; to go on: bash {script}")
+        return Outcome(runfolder.STOPPED, f"stopped as asked, with a checkpoint; to go on: bash {script}", "stopped")
     if not (run / runfolder.RESULT).is_file():
         return Outcome(FAILED, f"failed: all ranks ended well, but there is no {runfolder.RESULT}")
-    return Outcome(0, "complete")
+    return Outcome(0, "complete", "complete")
 
 
 def act_failed(run: Path, name: str, status: int) -> Outcome:
     """Judge a job that ended before its ranks started, because the act `name` ended with `status`."""
     if name != acts.GATE:
-        return Outcome(status, f"failed: {name} ended with status {status}; training did not start")
+        line = f"failed: {name} ended with status {status}; training did not start"
+        return Outcome(status, line, "mistake" if status == FAILED + 1 else "setup")
     report = run / runfolder.PREFLIGHT / str(runfolder.current_attempt(run)) / "report.txt"
     found = report.read_text(encoding="utf-8").splitlines() if report.is_file() else []
     reason = found[0] if found else "preflight gave no report"
-    return Outcome(GATE_FAILED, f"failed: preflight: {reason}; training did not start; see {report}")
+    return Outcome(GATE_FAILED, f"failed: preflight: {reason}; training did not start; see {report}", "gate")
 
 
-def _status(end: heartbeat.End) -> int:
+def decide(run: Path, config: Config, ended: Outcome) -> tuple[Outcome, Life | None]:
+    """What follows on Slurm, written down: the outcome with it in its line, and the life that another one follows.
+
+    Raises StaleAttempt in a life that is not the run's present one, OSError where the run folder cannot be written.
+    """
+    runfolder.check_attempt(run)
+    lives = life.read(run)
+    if not lives or lives[-1].attempt != runfolder.process_attempt():
+        return ended, None  # what comes before the life's beginning failed
+    mine = lives[-1]
+    culprits = _unfit(run, mine.nodes) if ended.cause == "gate" else _nodes_of(ended.ranks, mine.nodes, config)
+    update = life.reached(run, mine.attempt)
+    mine = replace(mine, cause=ended.cause, update=update, culprits=culprits)
+    exclude_unfit = config.preflight.on_bad_node == "exclude"
+    decision = policy.decide([*lives[:-1], mine], config.slurm.max_requeues, exclude_unfit)
+    mine = replace(mine, excluded=decision.exclude)
+    life.write(run, mine, decision.why)
+    line = ended.line.partition("; to go on")[0]
+    if decision.again:
+        return ended._replace(line=f"{line}; begins again {decision.why}"), mine
+    if ended.cause in policy.WHY_STOP and not (ended.cause == "gate" and exclude_unfit):
+        return ended, None
+    return ended._replace(line=f"{line}; not again: {decision.why}; {_resume(run)}"), None
+
+
+def begin_again(run: Path, mine: Life) -> None:
+    """Have Slurm begin the job anew; what it answers if it does not is printed, with the way to go on by hand."""
+    try:
+        scheduler.requeue(mine.job, life.without(run, life.read(run)))
+    except NoAnswer as silence:
+        print(f"could not begin again: {silence}; {_resume(run)}", file=sys.stderr, flush=True)
+
+
+def _resume(run: Path) -> str:
+    return f"to go on: {shlex.join(['python', '-m', 'slurm.submit', str(run)])}"
+
+
+def wait_for_words(run: Path, seconds: float) -> None:
+    """Give watchers the time to write how killed ranks ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ends = [end for end in heartbeat.read_ends(run) if end.attempt == runfolder.process_attempt()]
+        if ends and not _silent(ends):
+            return
+        time.sleep(0.1)
+
+
+def _silent(ends: list[End]) -> list[int]:
+    """Ranks that have not said how they ended."""
+    return sorted({*range(ends[0].world if ends else 1)} - {end.rank for end in ends})
+
+
+def _lost_ranks(ends: list[End], per_node: int) -> tuple[int, ...]:
+    """Ranks of nodes none of whose ranks has left a word, while ranks of other nodes have."""
+    if not ends:
+        return ()
+    silent, world = set(_silent(ends)), ends[0].world
+    nodes = [range(first, first + per_node) for first in range(0, world, per_node)]
+    return tuple(rank for node in nodes if silent.issuperset(node) for rank in node)
+
+
+def _node_lost(lost: tuple[int, ...], srun_status: int, ends: list[End]) -> Outcome:
+    worst = next((end for end in sorted(ends, key=_first_cause) if end.status not in ENDED_WELL), None)
+    said = f"; {_sentence(worst)}" if worst else ""
+    line = f"failed: rank {lost[0]} fell silent together with the watcher of its node{said}"
+    return Outcome(srun_status or FAILED, line, "node", lost)
+
+
+def _nodes_of(ranks: Iterable[int], nodes: tuple[str, ...], config: Config) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(nodes[rank // config.slurm.tasks_per_node] for rank in ranks))
+
+
+def _unfit(run: Path, nodes: tuple[str, ...]) -> tuple[str, ...]:
+    """This job's nodes that preflight's report finds at fault."""
+    path = run / runfolder.PREFLIGHT / str(runfolder.current_attempt(run)) / "report.json"
+    found = runfolder.read_json(path)["bad_nodes"] if path.is_file() else []
+    return tuple(node for node in nodes if node in found)
+
+
+def _first_cause(end: End) -> tuple[bool, float]:
+    """Order of failures: a rank that lost its connections only shows that another one had gone before."""
+    return _lost_connections(end), end.time
+
+
+def _lost_connections(end: End) -> bool:
+    return bool(end.message and LOST_CONNECTION.search(end.message))
+
+
+def _cause(end: End) -> Cause:
+    if end.signal:
+        return "died"
+    if end.exception and end.exception.rpartition(".")[2] in OUT_OF_MEMORY:
+        return "memory"
+    if _lost_connections(end):
+        return "network"
+    return "mistake" if end.status == FAILED + 1 else "raised"
+
+
+def _status(end: End) -> int:
     if end.signal is not None:
         return 128 + int(signal.Signals[end.signal])
     return end.status or FAILED
 
 
-def _sentence(end: heartbeat.End) -> str:
+def _sentence(end: End) -> str:
     when = f" in update {end.update}" if end.update else ""
     if end.signal:
         return f"rank {end.rank} on {end.host} was ended by {end.signal}{when}"
@@ -96,11 +217,26 @@ def main(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     outcome: Annotated[str, typer.Argument(help="Exit status of the ranks' launcher, or NAME:STATUS of a failed act.")],
 ) -> int:
-    """Print how the job ended and exit with the status that the job shall have."""
-    name, _, status = outcome.rpartition(":")
-    ended = act_failed(run, name, int(status)) if name else conclude(run, int(status))
+    """Print how the job ended, have it begin again where that follows, and exit with the status it shall have."""
+    scheduler.outlive_requeue()
+    try:
+        ended, again = _end(run, outcome)
+    except (runfolder.StaleAttempt, OSError) as error:
+        ended, again = Outcome(FAILED, f"failed: {error}"), None
     print(ended.line, file=sys.stdout if ended.status == 0 else sys.stderr, flush=True)
+    if again is not None:
+        begin_again(run, again)
     return ended.status
+
+
+def _end(run: Path, outcome: str) -> tuple[Outcome, Life | None]:
+    config, (name, _, status) = from_run(run), outcome.rpartition(":")
+    if name:
+        return decide(run, config, act_failed(run, name, int(status)))
+    if int(status):
+        wait_for_words(run, WORD_S + config.watch.poll_s)
+    per_node = config.slurm.tasks_per_node if config.slurm.nodes > 1 else None
+    return decide(run, config, conclude(run, int(status), per_node))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,36 @@
 """`python -m slurm.life RUN`: a job begins a life in its run folder, so that no process of an earlier one writes there.
 
-On Slurm a life is what a requeue starts, numbered by Slurm's restart count. On one machine each start is a life.
+Each start of a job is a life: the first, what a requeue starts, and on one machine every local start. On Slurm each
+life leaves lives/<n>.json: where it ran, how it ended, and what followed. A life that could not say how it ended (its
+first node died, Slurm requeued the job) is judged by the next.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from configs import runfolder
+from configs.compose import from_run
 from configs.console import make_app
 from configs.console import run as run_app
+from prefix_train import heartbeat
+from slurm import policy, scheduler
+from slurm.policy import Life
+from slurm.scheduler import NoAnswer
 
 VARIABLE = "PREFIX_TRAIN_ATTEMPT"
+
+NOT_AGAIN = 1
+"""Exit status of a job that Slurm began again although its last life says that it shall not be."""
+MAX_MOVES = 2
+"""How often a job asks for other nodes before it takes what it gets."""
 
 
 def begin(run: Path, attempt: int) -> None:
@@ -34,13 +49,95 @@ def begin_next(run: Path) -> int:
     return attempt
 
 
+def read(run: Path) -> list[Life]:
+    """All lives of a Slurm job, oldest first."""
+    paths = sorted((run / runfolder.LIVES).glob("*.json"), key=lambda path: int(path.stem))
+    return [_load(runfolder.read_json(path)) for path in paths]
+
+
+def write(run: Path, life: Life, why: str = "") -> None:
+    """Leave what is known of `life`. Raises StaleAttempt in a process of an earlier life than the present one."""
+    document = {**asdict(life), "why": why}
+    runfolder.write_json(run / runfolder.LIVES / f"{life.attempt}.json", document, run=run)
+
+
+def reached(run: Path, attempt: int) -> int:
+    """The update that life `attempt` was at when its ranks last said so."""
+    return max((beat.update for beat in heartbeat.read(run) if beat.attempt == attempt), default=0)
+
+
+def begin_job(run: Path) -> int | None:
+    """Begin a Slurm job's next life and return its number; None where the job shall not or cannot begin.
+
+    What follows from the life before is done here if nobody was left to do it, and nodes that were found to be at
+    fault are moved away from.
+    """
+    lives, job = read(run), os.environ["SLURM_JOB_ID"]
+    if lives and lives[-1].cause is None:
+        lives[-1], decision = _judge_last(run, lives)
+        write(run, lives[-1], decision.why)
+        if not decision.again and lives[-1].job == job:
+            print(f"failed: the job ends here: {decision.why}", file=sys.stderr)
+            return None
+    nodes = scheduler.job_nodes()
+    bad = [node for node in policy.excluded(lives) if node in nodes]
+    moves = int(os.environ.get("SLURM_RESTART_COUNT", "0")) - sum(life.job == job for life in lives)
+    if bad and moves < MAX_MOVES and _move(run, job, lives, bad):
+        return None
+    attempt = begin_next(run)
+    write(run, Life(attempt, job, nodes))
+    return attempt
+
+
+def _load(document: dict[str, Any]) -> Life:
+    known: dict[str, Any] = {}
+    for name in (field.name for field in fields(Life)):
+        value = document[name]
+        known[name] = tuple(value) if isinstance(value, list) else value
+    return Life(**known)
+
+
+def without(run: Path, lives: Sequence[Life]) -> tuple[str, ...]:
+    """What ExcNodeList has to hold: the user's own exclusions and the nodes at fault."""
+    given = from_run(run).slurm.exclude
+    return (*((given,) if given else ()), *policy.excluded(lives))
+
+
+def _judge_last(run: Path, lives: Sequence[Life]) -> tuple[Life, policy.Decision]:
+    """The last life with its cause, and what follows."""
+    last, config = lives[-1], from_run(run)
+    try:
+        dead = scheduler.dead_nodes(last.nodes)
+    except NoAnswer as silence:
+        print(f"which of the last life's nodes are down is not known: {silence}", file=sys.stderr)
+        dead = ()
+    last = replace(last, cause="node" if dead else "killed", culprits=dead, update=reached(run, last.attempt))
+    decision = policy.decide([*lives[:-1], last], config.slurm.max_requeues, exclude_unfit=False)
+    return replace(last, excluded=decision.exclude), decision
+
+
+def _move(run: Path, job: str, lives: Sequence[Life], bad: Sequence[str]) -> bool:
+    """Have Slurm begin the job anew on other nodes; False where it does not answer."""
+    print(f"begins again elsewhere: {', '.join(bad)} had been found to be at fault", file=sys.stderr, flush=True)
+    try:
+        scheduler.requeue(job, without(run, lives))
+    except NoAnswer as silence:
+        print(f"goes on with {', '.join(bad)}: {silence}", file=sys.stderr)
+        return False
+    return True
+
+
 app = make_app("Begin a life of a job. Called by the job, not by people. Example: python -m slurm.life runs/demo-1")
 
 
 @app.command()
 def main(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> int:
-    """Make this process's attempt the run's present life."""
-    begin(run, runfolder.process_attempt())
+    """Print the number of the life that begins."""
+    scheduler.outlive_requeue()
+    attempt = begin_job(run)
+    if attempt is None:
+        return NOT_AGAIN
+    print(attempt)
     return 0
 
 

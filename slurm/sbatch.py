@@ -7,6 +7,7 @@ training. So each line here says what its failure means, and the first line afte
 from __future__ import annotations
 
 import io
+import math
 import os
 import shlex
 import shutil
@@ -26,6 +27,9 @@ from slurm.finish import GATE_FAILED
 
 FOLDER = "submitit"
 """Folder within the run folder that is submitit's own: mode 0700, for it holds a pickled call."""
+
+START_S = 60
+"""Time for a step to start on every node."""
 
 LEAKS = ("SLURM", "SBATCH", "SRUN", "SUBMITIT", "PMI")
 """Beginnings of variables that a job's environment must not bring into a job submitted from within it."""
@@ -91,7 +95,7 @@ def _parameters(config: Config, run: Path) -> dict[str, Any]:
     if slurm.reservation:
         extra["reservation"] = slurm.reservation
     # Slurm gets the user's own words; submitit counts in minutes.
-    extra |= {"time": slurm.time, "output": str(run / runfolder.LOGS / "job-%j.log")}
+    extra |= {"time": slurm.time, "output": str(run / runfolder.LOGS / "job-%j.log"), "requeue": True}
     return {
         **{name: value for name, value in given.items() if value},
         "job_name": run.name,
@@ -105,14 +109,14 @@ def _parameters(config: Config, run: Path) -> dict[str, Any]:
         "wckey": None,
         "additional_parameters": extra,
         "setup": list(_setup(config, run)),
-        "teardown": ["rc=$?", f"{_line(acts.command('slurm.finish', str(run)), run)} $rc", "exit $?"],
+        "teardown": list(_teardown(run)),
         "srun_args": ["--kill-on-bad-exit=1", *_step_options(config)],
     }
 
 
 def _setup(config: Config, run: Path) -> Iterator[str]:
     yield f"PREFIX_TRAIN_RUN={shlex.quote(str(run))} PREFIX_TRAIN_PYTHON={shlex.quote(sys.executable)}"
-    yield f"export PYTHONSAFEPATH=1 {life.VARIABLE}=${{SLURM_RESTART_COUNT:-0}}"
+    yield "export PYTHONSAFEPATH=1"
     finish = _line(acts.command("slurm.finish", str(run)), run)
     yield f'stop() {{ PYTHONPATH="$PREFIX_TRAIN_RUN/{runfolder.CODE}" {finish} "$1:$2"; exit $?; }}'
     for number, line in enumerate(config.slurm.setup, 1):
@@ -120,17 +124,28 @@ def _setup(config: Config, run: Path) -> Iterator[str]:
         yield f"rc=$?; [ $rc -eq 0 ] || stop 'setup line {number}' $rc"
     # After the user's lines: loading a module may put other folders before the frozen code.
     yield f'export PYTHONPATH="$PREFIX_TRAIN_RUN/{runfolder.CODE}${{PYTHONPATH:+:$PYTHONPATH}}"'
-    yield f"{_line(acts.command('slurm.life', str(run)), run)} || exit 1"
+    yield f"{life.VARIABLE}=$({_line(acts.command('slurm.life', str(run)), run)}) || exit $?"
+    yield f"export {life.VARIABLE}"
     for act in acts.before_training(config, run):
         yield _act(act, config, run)
-    watch = _node_step(config, "--overlap", f"--output={run / runfolder.LOGS / 'watch-%j-%n.log'}")
+    log = f"--output={run / runfolder.LOGS / 'watch-%j-%n.log'}"
+    watch = _node_step(config, "--overlap", "--mem=0", log)
     yield f"{watch} {_line(acts.command('slurm.watch', str(run)), run)} &"
+
+
+def _teardown(run: Path) -> Iterator[str]:
+    yield "rc=$?"
+    yield '[ -d "$PREFIX_TRAIN_RUN" ] || { echo "failed: the run folder $PREFIX_TRAIN_RUN is gone" >&2; exit 1; }'
+    yield f"{_line(acts.command('slurm.finish', str(run)), run)} $rc"
+    yield "exit $?"
 
 
 def _act(act: Act, config: Config, run: Path) -> str:
     line = _line(act.argv, run)
     if act.where == "node":
-        line = f"{_node_step(config)} {line}"
+        # A node that does not even start its task would keep srun for ever; the judge sees who is missing.
+        patience = math.ceil(config.preflight.deadline_s) + START_S
+        line = f"timeout --kill-after=10 {patience} {_node_step(config)} {line}"
     if act.name == acts.GATE:
         finish = _line(acts.command("slurm.finish", str(run), f"{act.name}:1"), run)
         nodes = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"'

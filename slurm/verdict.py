@@ -5,10 +5,9 @@ A rank that only waits for others is never named as the culprit; where nothing b
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from configs import runfolder
 from prefix_train.heartbeat import Beat
@@ -62,13 +61,23 @@ def judge(first: dict[int, Look], second: dict[int, Look], late: Overdue, attemp
 
 
 def latest(run: Path, attempt: int) -> str | None:
-    """The sentence of the last verdict `stuck` of this life; None without one."""
-    found = sorted((run / runfolder.HANGS).glob("*/verdict.json"), key=lambda path: int(path.parent.name))
-    for path in reversed(found):
-        document = json.loads(path.read_text(encoding="utf-8"))
-        if document["stuck"] and document["attempt"] == attempt:
-            return str(document["sentence"])
-    return None
+    """The sentence of this life's `stuck` verdict; None without one."""
+    found = _decisive(run, attempt)
+    return None if found is None else str(found["sentence"])
+
+
+def culprits(run: Path, attempt: int) -> tuple[int, ...]:
+    """The ranks that this life's `stuck` verdict names."""
+    found = _decisive(run, attempt)
+    return () if found is None else tuple(map(int, found["culprits"]))
+
+
+def _decisive(run: Path, attempt: int) -> dict[str, Any] | None:
+    """The first `stuck` verdict of this life that names a rank, else its first; each node's watcher may give one."""
+    paths = sorted((run / runfolder.HANGS).glob("*/verdict.json"), key=lambda path: int(path.parent.name))
+    found = [document for document in map(runfolder.read_json, paths) if document["stuck"]]
+    found = [document for document in found if document["attempt"] == attempt]
+    return max(found, key=lambda document: bool(document["culprits"]), default=None)
 
 
 def write(folder: Path, verdict: Verdict, run: Path) -> None:
@@ -115,6 +124,14 @@ def in_collective(stack: Stack) -> bool:
     return any(part in frame.file for frame in near for part in COLLECTIVE_FILES) or any(
         part in frame.name for frame in stack.main.frames if frame.native for part in COLLECTIVE_NAMES
     )
+
+
+def _said(run: Path, attempt: int) -> dict[str, Any] | None:
+    """The verdict `stuck` of this life: of several nodes' the one that names a rank, else the first."""
+    paths = sorted((run / runfolder.HANGS).glob("*/verdict.json"), key=lambda path: int(path.parent.name))
+    found = [document for document in map(runfolder.read_json, paths) if document["stuck"]]
+    found = [document for document in found if document["attempt"] == attempt]
+    return max(found, key=lambda document: bool(document["culprits"]), default=None)
 
 
 def _own_code(stack: Stack, frame: Frame | None) -> str:

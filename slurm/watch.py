@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -154,10 +155,13 @@ class Watcher:
         """hangs/<n>, the first n that is free."""
         hangs = self.run / runfolder.HANGS
         hangs.mkdir(exist_ok=True)
-        number = max((int(path.name) for path in hangs.iterdir() if path.name.isdecimal()), default=0) + 1
-        folder = hangs / str(number)
-        folder.mkdir()
-        return folder
+        for number in count(1):
+            try:  # watchers of other nodes may be looking for one at this moment
+                (hangs / str(number)).mkdir()
+            except FileExistsError:
+                continue
+            return hangs / str(number)
+        raise AssertionError("there is always a next number")
 
 
 def is_alive(beat: Beat) -> bool:

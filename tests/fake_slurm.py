@@ -14,7 +14,7 @@ import re, shlex, sys
 from pathlib import Path
 
 KNOWN = set("account comment constraint cpus-per-task dependency exclude gpus-per-node job-name mem nodelist nodes "
-            "ntasks-per-node open-mode output partition qos signal time".split())
+            "ntasks-per-node open-mode output partition qos requeue signal time".split())
 (path,) = sys.argv[1:]
 for line in Path(path).read_text().splitlines():
     if line.startswith("#SBATCH"):
@@ -35,7 +35,8 @@ import os, subprocess, sys, time
 
 options, words = {}, sys.argv[1:]
 FLAGS = ("--unbuffered", "--overlap")
-VALUES = ("--nodes", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--output", "--kill-on-bad-exit")
+VALUES = ("--nodes", "--ntasks", "--ntasks-per-node", "--cpus-per-task", "--output", "--kill-on-bad-exit",
+          "--mem")
 while words and words[0].startswith("--"):
     name, equals, value = words.pop(0).partition("=")
     if name in FLAGS:

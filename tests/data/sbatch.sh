@@ -20,6 +20,7 @@
 #SBATCH --output='/runs/it'"'"'s a-20260101-000000-abcdef/logs/job-%j.log'
 #SBATCH --partition=h100
 #SBATCH --qos=high
+#SBATCH --requeue
 #SBATCH --reservation=r1
 #SBATCH --signal=USR2@90
 #SBATCH --switches=1@2:00:00
@@ -27,18 +28,19 @@
 
 # setup
 PREFIX_TRAIN_RUN='/runs/it'"'"'s a-20260101-000000-abcdef' PREFIX_TRAIN_PYTHON=PYTHON
-export PYTHONSAFEPATH=1 PREFIX_TRAIN_ATTEMPT=${SLURM_RESTART_COUNT:-0}
+export PYTHONSAFEPATH=1
 stop() { PYTHONPATH="$PREFIX_TRAIN_RUN/code" "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" "$1:$2"; exit $?; }
 module load cuda
 rc=$?; [ $rc -eq 0 ] || stop 'setup line 1' $rc
 export X=${HOME}
 rc=$?; [ $rc -eq 0 ] || stop 'setup line 2' $rc
 export PYTHONPATH="$PREFIX_TRAIN_RUN/code${PYTHONPATH:+:$PYTHONPATH}"
-"$PREFIX_TRAIN_PYTHON" -m slurm.life "$PREFIX_TRAIN_RUN" || exit 1
+PREFIX_TRAIN_ATTEMPT=$("$PREFIX_TRAIN_PYTHON" -m slurm.life "$PREFIX_TRAIN_RUN") || exit $?
+export PREFIX_TRAIN_ATTEMPT
 "$PREFIX_TRAIN_PYTHON" -m prefix_train.cli plan "$PREFIX_TRAIN_RUN" || stop plan $?
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN"
+timeout --kill-after=10 180 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN"
 "$PREFIX_TRAIN_PYTHON" -m preflight judge "$PREFIX_TRAIN_RUN" --nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" || { "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" gate:1; exit 78; }
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap '--output=/runs/it'"'"'s a-20260101-000000-abcdef/logs/watch-%j-%n.log' --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m slurm.watch "$PREFIX_TRAIN_RUN" &
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mem=0 '--output=/runs/it'"'"'s a-20260101-000000-abcdef/logs/watch-%j-%n.log' --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m slurm.watch "$PREFIX_TRAIN_RUN" &
 
 # command
 export SUBMITIT_EXECUTOR=slurm
@@ -47,5 +49,6 @@ srun --unbuffered --output '/runs/it'"'"'s a-20260101-000000-abcdef/submitit/%j_
 
 # teardown
 rc=$?
+[ -d "$PREFIX_TRAIN_RUN" ] || { echo "failed: the run folder $PREFIX_TRAIN_RUN is gone" >&2; exit 1; }
 "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" $rc
 exit $?

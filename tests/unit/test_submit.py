@@ -132,7 +132,7 @@ def test_script_has_no_option_that_was_not_asked_for(tmp_path: Path) -> None:
     }
     assert options == {
         *("cpus-per-task", "gpus-per-node", "job-name", "nodes", "ntasks-per-node", "open-mode", "output"),
-        *("signal", "time"),
+        *("signal", "time", "requeue"),
     }
 
 
@@ -364,9 +364,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_r47_success_needs_the_result_and_status_zero(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end(run, 0, status=0)
     end(run, 1, status=0)
-    assert finish.conclude(run, 0) == (1, "failed: all ranks ended well, but there is no result.json")
+    assert finish.conclude(run, 0)[:2] == (1, "failed: all ranks ended well, but there is no result.json")
     (run / "result.json").write_text("{}")
-    assert finish.conclude(run, 0) == (0, "complete")
+    assert finish.conclude(run, 0)[:2] == (0, "complete")
     assert finish.conclude(run, 143).status == 143
     end(run, 1, status=3)
     assert finish.conclude(run, 0).status == 3
@@ -406,7 +406,7 @@ def test_rank_without_a_word_and_ranks_of_an_earlier_life(run: Path, monkeypatch
     monkeypatch.setenv(life.VARIABLE, "1")
     end(run, 0, status=0)
     end(run, 1, status=0)
-    assert finish.conclude(run, 0) == (0, "complete")
+    assert finish.conclude(run, 0)[:2] == (0, "complete")
 
 
 def test_run_that_saved_and_stopped_is_neither_complete_nor_failed(run: Path) -> None:
@@ -424,7 +424,9 @@ def test_hang_has_its_own_status(run: Path) -> None:
     for number, stuck in (("9", False), ("10", True)):
         found = verdict.Verdict(0, stuck, (1,), f"rank 1 is stopped {number}", ())
         verdict.write(run / "hangs" / number, found, run)
-    assert finish.conclude(run, 137) == (79, "stuck: rank 1 is stopped 10")
+    assert finish.conclude(run, 137)[:2] == (79, "stuck: rank 1 is stopped 10")
+    verdict.write(run / "hangs" / "11", verdict.Verdict(0, True, (), "no rank can be named", ()), run)
+    assert finish.conclude(run, 137)[:2] == (79, "stuck: rank 1 is stopped 10")
     assert verdict.latest(run, 1) is None
 
 

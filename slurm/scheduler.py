@@ -1,0 +1,62 @@
+"""What a job asks of Slurm, each question with a time limit: a busy or dead controller may never answer."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterable, Sequence
+
+ANSWER_S = 30.0
+"""Slurm's own clients give up after some 10 s (MessageTimeout); one that does not is given up here."""
+
+DEAD = ("down", "fail", "drain", "no_respond", "not_responding", "unknown", "error", "reboot", "powered_down")
+"""Beginnings of node states in which a node takes no jobs."""
+
+
+class NoAnswer(RuntimeError):
+    """Slurm refused, did not answer in time, or is not here: what was asked, and what came."""
+
+
+def ask(*argv: str, timeout_s: float = ANSWER_S) -> str:
+    """Standard output of one of Slurm's programs."""
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+    except FileNotFoundError as error:
+        raise NoAnswer(f"{argv[0]}: not found") from error
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(f"{shlex.join(argv)}: no answer in {timeout_s:g} s") from error
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise NoAnswer(f"{shlex.join(argv)}: status {done.returncode}: {said[-300:]}")
+    return done.stdout
+
+
+def job_nodes() -> tuple[str, ...]:
+    """Names of this job's nodes, in Slurm's order. Asks no daemon."""
+    return tuple(ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split())
+
+
+def dead_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `nodes` that take no jobs at present, or do not respond."""
+    lines = [line.split() for line in ask("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T").splitlines()]
+    dead = {name for name, state in lines if state.startswith(DEAD) or state.endswith("*")}
+    return tuple(node for node in nodes if node in dead)
+
+
+def requeue(job: str, exclude: Iterable[str]) -> None:
+    """Have `job` begin again, on nodes outside `exclude`. Slurm sends this very job SIGTERM at once, then SIGKILL.
+
+    The exclusion comes second, because only a pending job can be changed: the caller has to outlive the SIGTERM.
+    """
+    ask("scontrol", "requeue", job)
+    if names := ",".join(exclude):
+        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")
+
+
+def outlive_requeue() -> None:
+    """Ignore SIGTERM from here on, programs that this process starts included: a requeue sends it to this very job."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
