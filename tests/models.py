@@ -140,12 +140,17 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Pre
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = FAMILIES[family]()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                _draw(name, parameter)
+        draw(model)
+    return model.to(dtype).train()
+
+
+def draw(model: PreTrainedModel) -> None:
+    """Draw the model's weights from the running generator; its experts become eager."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter)
     if hasattr(model.get_decoder().config, "num_experts"):
         model.set_experts_implementation("eager")
-    return model.to(dtype).train()
 
 
 def _draw(name: str, parameter: torch.nn.Parameter) -> None:
