@@ -1,5 +1,5 @@
 """What two gloo ranks must agree on, and faults that must not go unnoticed. Run by `numerics/test_sharded.py`:
-`python -m tests.sharded_checks OUT.json` imports once and forks two ranks for each scenario."""
+`python -m tests.sharded_checks OUT.json SCENARIO...` imports once and forks two ranks for each scenario."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -425,10 +426,32 @@ def run_rank(rank: int, port: int, scenario: str, out: Path) -> None:
             print(f"rank {rank} {name} {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
+Outcomes = dict[str, list[dict[str, str] | None]]
+"""By scenario and rank: each check's traceback, empty where it passed; None where the rank died before its first."""
+
+
+def outcomes(folder: Path, scenarios: Sequence[str], gpus: bool) -> Outcomes:
+    """Run the scenarios in processes of their own, over NCCL or over gloo on the CPU."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.sharded_checks", str(folder / "out.json"), *scenarios],
+        cwd=Path(__file__).parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    found: Outcomes = json.loads((folder / "out.json").read_text())
+    return found
+
+
 def main(out: Path, scenarios: Sequence[str]) -> None:
-    """Run the scenarios one after the other; OUT.json: outcome of each check by rank, None where a rank died."""
+    """Run the scenarios one after the other and write their Outcomes to `out`."""
     context = multiprocessing.get_context("fork")
-    results: dict[str, list[dict[str, str] | None]] = {}
+    results: Outcomes = {}
     for scenario in scenarios:
         with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
             probe.bind(("127.0.0.1", 0))
@@ -448,4 +471,4 @@ def main(out: Path, scenarios: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or ["checks", *FAULTS])
+    main(Path(sys.argv[1]), sys.argv[2:])

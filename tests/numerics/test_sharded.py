@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests import sharded_checks
-
-Outcomes = dict[str, list[dict[str, str] | None]]
+from tests.sharded_checks import Outcomes
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    out = tmp_path_factory.mktemp("sharded") / "out.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_SHOW_CPP_STACKTRACES": "0"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.sharded_checks", str(out)],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    found: Outcomes = json.loads(out.read_text())
-    return found
+    scenarios = ["checks", *sharded_checks.FAULTS]
+    return sharded_checks.outcomes(tmp_path_factory.mktemp("sharded"), scenarios, gpus=False)
 
 
 @pytest.mark.parametrize("check", sharded_checks.CHECKS)

@@ -1,0 +1,276 @@
+"""A whole run through `train.main`: stopped and gone on, on other numbers of ranks, and what its result says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+
+from configs import compose, runfolder
+from configs.errors import UserError
+from configs.schema import (
+    AdapterConfig,
+    Config,
+    DataConfig,
+    EvaluateConfig,
+    MemoryConfig,
+    ModelConfig,
+    PackConfig,
+    TrainConfig,
+    VerifyConfig,
+)
+from prefix_train import checkpoint, heartbeat, outcome, report, tiny, train
+from tests import lives
+
+UPDATES = 5
+
+BUILD = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chat rows under one instruction, train and held-out; one row of bad.jsonl has no target."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (("train", 24), ("heldout", 6), ("bad", 8)):
+        rows = []
+        for index in range(count):
+            talk = [
+                {"role": "system", "content": "Add the numbers. Answer in one short sentence."},
+                {"role": "user", "content": f"How much is {index} and {3 * index}?"},
+                {"role": "assistant", "content": f"It is {4 * index}."},
+            ]
+            rows.append(json.dumps({"messages": talk[:2] if name == "bad" and index == 3 else talk}))
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def options(data: Path) -> Config:
+    return Config(
+        name="train",
+        cluster="local",
+        model=ModelConfig(build=BUILD, dtype="float32"),
+        data=DataConfig(train=str(data / "train.jsonl"), heldout=str(data / "heldout.jsonl")),
+        pack=PackConfig(max_positions=256, packs_per_update=2),
+        adapter=AdapterConfig(rank=4, dropout=0.1, targets=["q_proj", "down_proj"]),
+        train=TrainConfig(updates=UPDATES, lr=5e-3, warmup_updates=2, save_every=0),
+        evaluate=EvaluateConfig(every=2, max_new_tokens=2, chance=0.25),
+        verify=VerifyConfig(examples=3),
+    )
+
+
+def make_run(folder: Path, config: Config) -> Path:
+    """A run folder as submit makes it."""
+    (folder / runfolder.LOGS).mkdir(parents=True)
+    runfolder.write_text(folder / runfolder.CONFIG, compose.to_yaml(config))
+    return folder
+
+
+def live(rank: int, run: Path, ask: int) -> None:
+    """A rank's life, its output in logs/. ask: rank 1 gets SIGTERM in its update of this number; 0: nobody does."""
+    output = os.open(run / runfolder.LOGS / f"rank{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if ask and rank == 1:
+        terminate_in(ask)
+    raise SystemExit(train.main(run))
+
+
+def terminate_in(update: int) -> None:
+    original = heartbeat.Heartbeat.phase
+
+    def phase(beats: heartbeat.Heartbeat, name: str, number: int | None = None, pack: int = -1) -> None:
+        original(beats, name, number, pack)
+        if name == "forward" and number == update:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    heartbeat.Heartbeat.phase = phase  # type: ignore[method-assign]
+
+
+def run_ranks(run: Path, world: int, attempt: int = 0, ask: int = 0) -> list[int | None]:
+    """A life with so many ranks; their exit statuses."""
+    runfolder.write_text(run / runfolder.ATTEMPT, str(attempt))
+    ranks = lives.start(live, world, run, ask, environment={"PREFIX_TRAIN_ATTEMPT": str(attempt)})
+    deadline = time.monotonic() + 120
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+    statuses = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    return statuses
+
+
+def log(run: Path) -> str:
+    return (run / runfolder.LOGS / "rank0.txt").read_text()[-3000:]
+
+
+def computed(run: Path) -> list[dict[str, Any]]:
+    """Metrics without times and memory."""
+    timed = ("seconds", "positions_per_s", "logical_tokens_per_s", "memory_bytes")
+    return [{name: value for name, value in line.items() if name not in timed} for line in report.read_metrics(run)]
+
+
+def pick(line: dict[str, Any], names: tuple[str, ...]) -> dict[str, float]:
+    """Those of the named figures that a line of metrics has."""
+    return {name: line[name] for name in names if name in line}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """An undisturbed run of two ranks."""
+    run = make_run(tmp_path_factory.mktemp("whole") / "run", options(data))
+    assert run_ranks(run, 2) == [0, 0], log(run)
+    return run
+
+
+def test_the_result_says_what_ran(whole: Path, data: Path) -> None:
+    result = runfolder.read_json(whole / runfolder.RESULT)
+    lines = [line for line in report.read_metrics(whole) if "loss" in line]
+    assert (result["updates"], result["ranks"], result["layers"]) == (UPDATES, 2, 2)
+    assert result["tensors"] == {"trained": 6, "covered": 6, "without_gradient": []}
+    assert result["hash_before"] != result["hash_after"]
+    assert result["positions"] == sum(line["positions"] for line in lines) < result["logical_tokens"]
+    assert result["heldout_examples"] == 6
+    assert 0 <= result["accuracy"] <= 1
+    assert result["chance"] == 0.25
+    assert result["verify"]["passed"]
+    assert result["verify"]["examples"] == 3
+    assert result["verify"]["tensors"] == 6
+    assert [line["update"] for line in report.read_metrics(whole) if "heldout_loss" in line] == [2, 4, 5]
+    base = tiny.build_model(BUILD, 0)
+    PeftModel.from_pretrained(base, whole / runfolder.ADAPTER)
+    assert "24 in " in log(whole)
+
+
+def test_asked_to_stop_a_run_saves_and_goes_on_as_if_never_stopped(tmp_path: Path, whole: Path, data: Path) -> None:
+    run = make_run(tmp_path / "run", options(data))
+    assert run_ranks(run, 2, 0, ask=2) == [runfolder.STOPPED] * 2, log(run)
+    folder = checkpoint.latest(run)
+    assert folder is not None
+    assert folder.name == "update-000002"
+    assert not (run / runfolder.RESULT).exists()
+    assert "saved after update 2" in log(run)
+    assert run_ranks(run, 2, 1) == [0, 0], log(run)
+    assert "resumed after update 2: same ranks" in log(run)
+    assert computed(run) == computed(whole)
+    mine, theirs = (runfolder.read_json(folder / runfolder.RESULT) for folder in (run, whole))
+    for name in ("hash_before", "hash_after", "heldout_loss", "accuracy", "positions"):
+        assert mine[name] == theirs[name], name
+
+
+def test_r14_one_rank_goes_on_where_two_stopped(tmp_path: Path, whole: Path, data: Path) -> None:
+    """Dropout off: then the examples' gradients do not depend on how many ranks share them."""
+    config = replace(options(data), adapter=AdapterConfig(rank=4, targets=["q_proj", "down_proj"]))
+    two, mixed = make_run(tmp_path / "two", config), make_run(tmp_path / "mixed", config)
+    assert run_ranks(two, 2) == [0, 0], log(two)
+    assert run_ranks(mixed, 2, 0, ask=3) == [runfolder.STOPPED] * 2, log(mixed)
+    assert run_ranks(mixed, 1, 1) == [0], log(mixed)
+    assert "ranks 2 -> 1: not bit-equal" in log(mixed)
+    assert len(computed(mixed)) == len(computed(two))
+    for mine, theirs in zip(computed(mixed), computed(two), strict=True):
+        same = ("update", "loss", "grad_norm", "heldout_loss", "examples", "targets")
+        assert pick(mine, same) == pytest.approx(pick(theirs, same), rel=1e-4)
+
+
+def test_standalone_trains_the_same_examples_alone(tmp_path: Path, data: Path) -> None:
+    """The same examples per update, packed and alone: the same losses."""
+    found = []
+    for mode in ("shared", "standalone"):
+        pack = PackConfig(mode=mode, max_positions=256, examples_per_update=6)  # type: ignore[arg-type]
+        adapter = AdapterConfig(rank=4, targets=["q_proj", "down_proj"])
+        config = replace(options(data), pack=pack, adapter=adapter, train=TrainConfig(updates=2, save_every=0))
+        config = replace(config, verify=VerifyConfig(), evaluate=EvaluateConfig(generate=False))
+        run = make_run(tmp_path / mode, config)
+        assert run_ranks(run, 1) == [0], log(run)
+        found.append(computed(run))
+    for packed, alone in zip(*found, strict=True):
+        same = ("update", "loss", "grad_norm", "heldout_loss", "examples", "targets", "logical_tokens")
+        assert pick(packed, same) == pytest.approx(pick(alone, same), rel=1e-4)
+        assert packed.get("positions", 0) <= 0.7 * alone.get("positions", 1)
+
+
+def here(run: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The only rank, in this process."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    return train.main(run)
+
+
+def test_a_bad_row_stops_or_is_left_out(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(options(data), verify=VerifyConfig(), train=TrainConfig(updates=1))
+    config = replace(
+        config, data=replace(config.data, train=str(data / "bad.jsonl"), heldout=None), evaluate=EvaluateConfig()
+    )
+    with pytest.raises(UserError, match=r"bad\.jsonl:4"):
+        here(make_run(tmp_path / "stop", config), monkeypatch)
+    skipping = replace(config, data=replace(config.data, on_bad_example="skip"))
+    run = make_run(tmp_path / "skip", skipping)
+    assert here(run, monkeypatch) == 0
+    result = runfolder.read_json(run / runfolder.RESULT)
+    assert len(result["skipped"]) == 1
+    assert "bad.jsonl:4" in result["skipped"][0]
+    assert result["examples"] == 7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: replace(config, engine="stream"), "engine=stream"),
+        (lambda config: replace(config, memory=MemoryConfig(offload="auto")), "memory.offload=auto"),
+        (lambda config: replace(config, adapter=AdapterConfig(targets=["q_prj"])), "did you mean q_proj"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    tmp_path: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Config], Config],
+    message: str,
+) -> None:
+    with pytest.raises(UserError, match=message):
+        here(make_run(tmp_path / "run", change(options(data))), monkeypatch)
+
+
+def test_a_result_that_cannot_be_trusted_is_no_success(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check of itself fails: the result says so and the rank ends with an error."""
+    config = replace(options(data), train=TrainConfig(updates=1), verify=VerifyConfig(examples=2, mean_loss=0.0))
+    run = make_run(tmp_path / "run", config)
+    standalone = outcome.verify.standalone
+
+    def off(*arguments: Any) -> Any:
+        half = standalone(*arguments)
+        return replace(half, losses={index: loss + 1e-3 for index, loss in half.losses.items()})
+
+    monkeypatch.setattr(outcome.verify, "standalone", off)
+    with pytest.raises(outcome.BadOutcome, match="packs differ from standalone examples in mean_loss, example_mean"):
+        here(run, monkeypatch)
+    assert not runfolder.read_json(run / runfolder.RESULT)["verify"]["passed"]
+
+
+def test_a_run_that_trained_nothing_is_an_error(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(options(data), verify=VerifyConfig(), train=TrainConfig(updates=1))
+    monkeypatch.setattr(train.torch.optim.AdamW, "step", lambda *_: None)
+    with pytest.raises(outcome.BadOutcome, match="all 6 trained tensors are to the bit what they were"):
+        here(make_run(tmp_path / "run", config), monkeypatch)
