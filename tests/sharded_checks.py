@@ -89,6 +89,10 @@ def assert_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], bound: floa
 def both(ranks: Ranks, family: str, dtype: torch.dtype, trainable: str, groups: list[list[int]], **given: Any) -> Any:
     """One update on one rank, and the same on all ranks: (alone, results), (sharded, result)."""
     base = models.build(family, dtype)
+    if given.get("tied"):
+        base.config.tie_word_embeddings = True
+        base.tie_weights()
+        assert base.lm_head.weight is base.model.embed_tokens.weight
     examples = batches.make(base, COUNT, images=given.get("images", False))
     packs = batches.batches(examples, groups, dtype=torch.promote_types(dtype, torch.float32))
     alone = trainer(alone_on(ranks), copy.deepcopy(base), dtype, trainable, **given)
@@ -354,6 +358,7 @@ CHECKS: dict[str, Check] = {
     "r14_float32_all": same_update("qwen3_5_moe_text", torch.float32, "all", GROUPS),
     "r14_bfloat16_all": same_update("qwen3_5", torch.bfloat16, "all", GROUPS, images=True),
     "r14_bfloat16_adapter": same_update("qwen3_5", torch.bfloat16, "adapter", GROUPS, images=True),
+    "r14_tied_embeddings": same_update("qwen3", torch.bfloat16, "all", GROUPS, tied=True),
     "r14_without_recomputation": same_update("llama", torch.float32, "all", GROUPS, recompute=False),
     "r15_empty_pack": same_update("qwen3_5", torch.float32, "all", EMPTY_LATE, images=True),
     "r15_rank_with_empty_packs_alone": same_update("qwen3_5", torch.float32, "adapter", EMPTY_RANK, images=True),
