@@ -7,6 +7,7 @@ ended. Where one rank ends badly, the others, which would wait for it, are ended
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import psutil
@@ -38,6 +40,8 @@ GRACE_S = 5.0
 """Time for the other ranks to end by themselves, and to say why, after one has ended badly."""
 SETTLE_S = 1.0
 """Time for a rank's parent to write down how it ended."""
+SAVE_SHARE = 0.7
+"""Part of `slurm.signal_delay_s` that ranks may use for saving; the rest is for evidence and for the batch script."""
 RANK_ENDED = 1
 """Exit status after a rank that ended badly."""
 
@@ -45,11 +49,18 @@ RANK_ENDED = 1
 class Watcher:
     """Watches the ranks `expected` of this node in life `attempt` of the run.
 
-    `parent`: process id of a local run's driver; where that is gone, the ranks are ended too.
+    `parent`: process id of a local run's driver; where that is gone, the ranks are ended too. `save_within_s`: how long
+    ranks that were asked to save may take for it.
     """
 
     def __init__(
-        self, run: Path, watch: WatchConfig, expected: Iterable[int], attempt: int, parent: int | None = None
+        self,
+        run: Path,
+        watch: WatchConfig,
+        expected: Iterable[int],
+        attempt: int,
+        parent: int | None = None,
+        save_within_s: float = math.inf,
     ) -> None:
         self.run, self.watch, self.expected, self.attempt = run, watch, frozenset(expected), attempt
         self.host, self.parent = socket.gethostname(), parent
@@ -58,6 +69,13 @@ class Watcher:
         """Grows when an alarm turned out false, so that slow ranks are not sampled at every poll."""
         self.gone_since: dict[int, float] = {}
         self.bad_since: float | None = None
+        self.save_within_s = save_within_s
+        self.told: float | None = None
+        """When the ranks of this node were asked to save, which this process hears too."""
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Take the signal that Slurm sends to every task before the time limit, or for a preemption."""
+        self.told = self.told or time.monotonic()
 
     def watch_all(self) -> int:
         """Poll until all ranks of this node have ended; returns the exit status."""
@@ -81,6 +99,8 @@ class Watcher:
             return RANK_ENDED if any(ends[rank].status not in ENDED_WELL for rank in self.expected) else 0
         if any(end.status not in ENDED_WELL for end in ends.values()):
             return self._end_after_bad(running)
+        if running and self.told is not None and time.monotonic() - self.told > self.save_within_s:
+            return self._end_unsaved(running)
         late = deadlines.overdue(running.values(), self.watch, self.host, time.monotonic(), time.time())
         late = [item for item in late if item.age > item.limit * self.patience]
         if late:
@@ -144,6 +164,20 @@ class Watcher:
         end_ranks(look.beat for look in second.values())
         return HUNG
 
+    def _end_unsaved(self, running: dict[int, Beat]) -> int:
+        """End ranks that do not get to save, so that the batch script is left some time to act."""
+        looks = self._look(running)
+        beat = min(running.values(), key=lambda beat: (beat.update, beat.rank))
+        sentence = (
+            f"asked to save {self.save_within_s:.0f} s ago, rank {beat.rank} is still in phase {beat.phase} "
+            f"of update {beat.update}"
+        )
+        lines = tuple(f"rank {rank}: {verdict.describe(look)}" for rank, look in sorted(looks.items()))
+        verdict.write(self._new_folder(), Verdict(self.attempt, True, (), sentence, lines), self.run)
+        print(sentence, file=sys.stderr, flush=True)
+        end_ranks(running.values())
+        return HUNG
+
     def _look(self, beats: dict[int, Beat]) -> dict[int, Look]:
         """All ranks of this node at the same moment."""
         here = [beat for beat in beats.values() if beat.host == self.host]
@@ -205,7 +239,12 @@ def main(
     """Exit with 0 when all ranks ended well, 1 after one that did not, 79 after a hang."""
     config = from_run(run)
     ranks = expected_ranks(config, dict(os.environ))
-    return Watcher(run, config.watch, ranks, runfolder.process_attempt(), parent).watch_all()
+    within = SAVE_SHARE * config.slurm.signal_delay_s
+    watcher = Watcher(run, config.watch, ranks, runfolder.process_attempt(), parent, within)
+    if config.cluster == "slurm":
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, watcher.hear)
+    return watcher.watch_all()
 
 
 if __name__ == "__main__":

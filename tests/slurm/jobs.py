@@ -1,0 +1,118 @@
+"""Submit to the test cluster as a user does, and look at what became of the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs import runfolder
+from slurm import life
+from slurm.policy import Life
+from tests.slurm.lab import Lab, LabError, wait_for
+from tests.standins import ROOT, submit_command
+
+HERE = Path(__file__).parent
+
+QUICK = ("watch.poll_s=0.2", "watch.floor_s=3", "watch.first_update_s=3", "watch.sample_gap_s=0.5", "slurm.mem=2000M")
+"""Deadlines short enough for tests, and memory for several jobs on a node."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A submitted job: where it runs, its id, its run folder."""
+
+    lab: Lab
+    id: str
+    run: Path
+
+    @property
+    def log(self) -> str:
+        """What the batch script and its steps printed."""
+        return (self.run / runfolder.LOGS / f"job-{self.id}.log").read_text()
+
+    @property
+    def last_line(self) -> str:
+        return self.log.splitlines()[-1]
+
+    def end(self, state: str, seconds: float = 240) -> None:
+        """Wait for the job's end, which is to be in `state`."""
+        found = self.lab.wait_end(self.id, seconds)
+        assert found == state, f"{found}\n{self.log}"
+
+    @property
+    def status(self) -> int:
+        return self.lab.exit_status(self.id)
+
+    @property
+    def lives(self) -> list[Life]:
+        return life.read(self.run)
+
+    def wait_update(self, update: int, attempt: int = 0, seconds: float = 120) -> None:
+        """Wait until life `attempt` has come to `update`."""
+        self.wait(lambda: life.reached(self.run, attempt) >= update, f"update {update}", seconds)
+
+    def wait_life(self, attempt: int, seconds: float = 120) -> None:
+        self.wait(lambda: len(self.lives) > attempt, f"life {attempt}", seconds)
+
+    def wait(self, condition: Callable[[], object], what: str, seconds: float) -> None:
+        try:
+            wait_for(condition, what, seconds)
+        except LabError:
+            print(self.log)
+            raise
+
+
+def start(lab: Lab, clone: Path, *arguments: str, nodes: int = 2, ranks: int = 1, **environment: str) -> Job:
+    """Submit the stand-in trainer of `clone` on `nodes` x `ranks`."""
+    command, env = submit_command(clone, *_options(arguments, nodes, ranks), **_place(lab), **environment)
+    return _submitted(lab, command, clone, env)
+
+
+def start_real(lab: Lab, folder: Path, *arguments: str, nodes: int = 2, ranks: int = 1, **environment: str) -> Job:
+    """Submit the real trainer of this source with a tiny model, in `folder`."""
+    config = folder / "tiny.yaml"
+    if not config.exists():
+        config.write_text((HERE / "tiny.yaml").read_text())
+        for name, count in (("train", 48), ("heldout", 6)):
+            write_rows(folder / f"{name}.jsonl", count)
+    command = [sys.executable, "-m", "slurm.submit", str(config), *_options(arguments, nodes, ranks)]
+    own = (f"run_root={folder}/runs", f"data.train={folder}/train.jsonl", f"data.heldout={folder}/heldout.jsonl")
+    kept = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "PREFIX_TRAIN_ATTEMPT")}
+    return _submitted(lab, [*command, *own], ROOT, {**kept, **_place(lab), **environment})
+
+
+def write_rows(path: Path, count: int) -> None:
+    """Sums under one instruction."""
+    system = "Add the two numbers that you are given. Answer in one short sentence and give nothing but the sum."
+    rows = []
+    for index in range(count):
+        turns = [("system", system), ("user", f"How much is {index} and {3 * index}?"), ("assistant", f"{4 * index}.")]
+        rows.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    path.write_text("\n".join(rows) + "\n")
+
+
+def losses(run: Path) -> dict[int, float]:
+    """Loss of every update that the run's metrics hold."""
+    lines = [json.loads(line) for line in (run / runfolder.METRICS).read_text().splitlines()]
+    return {line["update"]: line["loss"] for line in lines if "loss" in line}
+
+
+def _options(arguments: Sequence[str], nodes: int, ranks: int) -> list[str]:
+    shape = (f"slurm.nodes={nodes}", f"slurm.tasks_per_node={ranks}", f"pack.packs_per_update={nodes * ranks}")
+    return ["cluster=slurm", "--json", *QUICK, *shape, *arguments]
+
+
+def _place(lab: Lab) -> dict[str, str]:
+    return {name: lab.environment[name] for name in ("PATH", "SLURM_CONF")}
+
+
+def _submitted(lab: Lab, command: list[str], folder: Path, env: dict[str, str]) -> Job:
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    return Job(lab, document["job"], Path(document["run"]))

@@ -1,0 +1,141 @@
+"""Real jobs on a real cluster. The trainer is a stand-in without torch; everything around it is the product."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from configs import runfolder
+from tests.slurm import jobs
+from tests.slurm.lab import Lab, LabError
+from tests.standins import make_clone, seen, submit_command
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_clone(tmp_path_factory.mktemp("source") / "clone")
+
+
+def test_job_of_two_nodes_runs_to_its_end_in_a_folder_with_a_hostile_name(
+    lab: Lab, clone: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / 'it\'s "my" $(runs) größe'
+    job = jobs.start(lab, clone, f"run_root={root}", "name='a\nb; rm -rf \"x'", 'slurm.comment=it\'s "$HOME"', ranks=2)
+    job.end("COMPLETED")
+    assert job.last_line == "complete"
+    assert job.status == 0
+    places = [seen(job.run, rank)["environment"] for rank in range(4)]
+    assert [place["SLURMD_NODENAME"] for place in places] == ["node1", "node1", "node2", "node2"]
+    assert {place["MASTER_ADDR"] for place in places} == {"node1"}
+    assert len({place["MASTER_PORT"] for place in places}) == 1
+    assert seen(job.run, 3)["train"] == str(job.run / "code" / "prefix_train" / "train.py")
+    assert [(life.nodes, life.cause) for life in job.lives] == [(("node1", "node2"), "complete")]
+
+
+def test_r43_a_rank_that_raises_ends_the_job_with_its_own_status(lab: Lab, clone: Path) -> None:
+    """srun itself says 143 or 1; nothing follows, for the trainer would raise again."""
+    job = jobs.start(lab, clone, "model.build.do=five")
+    job.end("FAILED")
+    assert job.status == 5
+    assert job.last_line == "failed: rank 1 on node2 ended with status 5 in update 3"
+    assert [life.cause for life in job.lives] == ["raised"]
+
+
+def test_two_submissions_at_once_and_one_from_within_a_job(lab: Lab, clone: Path, tmp_path: Path) -> None:
+    """The job that submits has its own memory, tasks and nodes in its environment: none of it reaches the other."""
+    place = {name: lab.environment[name] for name in ("PATH", "SLURM_CONF")}
+    command, env = submit_command(clone, "cluster=slurm", *jobs.QUICK, f"run_root={tmp_path}", "--json", **place)
+    outside = [subprocess.Popen(command, cwd=clone, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    script = tmp_path / "outer.sh"
+    script.write_text(f"#!/bin/sh\ncd {shlex.quote(str(clone))} && exec {shlex.join(command)}\n")
+    outer = lab.sbatch("--mem=500M", "-N1", "-n3", "--cpus-per-task=2", "-o", tmp_path / "outer.log", script)
+    assert lab.wait_end(outer) == "COMPLETED"
+    printed = [process.communicate(timeout=60)[0] for process in outside] + [(tmp_path / "outer.log").read_text()]
+    documents = [json.loads(text.splitlines()[-1]) for text in printed]
+    found = [jobs.Job(lab, document["job"], Path(document["run"])) for document in documents]
+    assert len({job.run for job in found}) == 3
+    for job in found:
+        job.end("COMPLETED")
+        assert job.last_line == "complete"
+
+
+@pytest.mark.slow
+def test_killed_rank_leaves_its_node_out_and_the_same_failure_again_ends_the_job(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=kill")
+    job.end("FAILED")
+    assert job.status == 137
+    assert "rank 1 on node2 was ended by SIGKILL in update 2; begins again without node2" in job.log
+    assert job.last_line.endswith(
+        f"not again: the same failure twice at update 2; to go on: python -m slurm.submit {job.run}"
+    )
+    first, second = job.lives
+    assert (first.cause, first.update, first.culprits, first.excluded) == ("died", 2, ("node2",), ("node2",))
+    assert "node2" not in second.nodes
+    assert (second.cause, second.update) == ("died", 2)
+
+
+@pytest.mark.slow
+def test_r44_hung_ranks_are_ended_from_outside_and_the_job_begins_again(lab: Lab, clone: Path) -> None:
+    """All ranks wait in C at update 2, where no Python signal handler runs."""
+    job = jobs.start(lab, clone, "model.build.do=wait")
+    job.end("FAILED")
+    assert job.status == 79
+    assert [(life.cause, life.update) for life in job.lives] == [("hang", 2), ("hang", 2)]
+    assert "not again: the same failure twice at update 2" in job.last_line
+
+
+@pytest.mark.slow
+def test_r44_fails_without_fix(lab: Lab, clone: Path) -> None:
+    """Without watchers nothing ends the job: neither the warning before its time is up nor a deadline."""
+    no_watcher = 'srun() { case $* in *slurm.watch*) return;; esac; command srun "$@"; }'
+    job = jobs.start(lab, clone, "model.build.do=wait", f"slurm.setup=['{no_watcher}']")
+    job.wait_update(2)
+    lab.run("scancel", "--signal=USR2", job.id)
+    with pytest.raises(LabError):
+        lab.wait_end(job.id, seconds=20)
+    assert lab.state(job.id) == "RUNNING"
+
+
+@pytest.mark.slow
+def test_cancelled_job_ends_and_does_not_come_back(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=60")
+    job.wait_update(2)
+    lab.run("scancel", job.id)
+    job.end("CANCELLED")
+    assert lab.job(job.id)["Restarts"] == "0"
+    for node in ("node1", "node2"):
+        assert lab.processes(node, str(job.run)) == []
+
+
+@pytest.mark.slow
+def test_warned_job_saves_and_begins_again_at_once(lab: Lab, clone: Path) -> None:
+    """As before the time limit: Slurm sends USR2 to every task, watchers included."""
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=12")
+    job.wait_update(2)
+    lab.run("scancel", "--signal=USR2", job.id)
+    job.wait_life(1)
+    job.end("COMPLETED")
+    assert "stopped as asked, with a checkpoint; begins again from update" in job.log
+    assert [life.cause for life in job.lives] == ["stopped", "complete"]
+    assert lab.job(job.id)["Restarts"] == "1"
+
+
+@pytest.mark.slow
+def test_scontrol_that_never_answers_leaves_the_job_with_its_status_and_a_way_to_go_on(
+    lab: Lab, clone: Path, tmp_path: Path
+) -> None:
+    deaf = tmp_path / "scontrol"
+    deaf.write_text('#!/bin/sh\ncase $1 in show) exec /usr/bin/scontrol "$@";; *) sleep 600;; esac\n')
+    deaf.chmod(0o755)
+    path = f"slurm.setup=['export PATH={tmp_path}:$PATH']"
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=60", path)
+    job.wait_update(2)
+    lab.run("scancel", "--signal=USR2", job.id)
+    job.end("FAILED")
+    assert job.status == runfolder.STOPPED
+    assert "could not begin again: scontrol requeue" in job.last_line
+    assert job.last_line.endswith(f"to go on: python -m slurm.submit {job.run}")
