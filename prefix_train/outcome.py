@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from configs import runfolder
 from configs.schema import Config
-from prefix_train import anatomy, evaluate, export, precision, verify
+from prefix_train import anatomy, attention, deltanet, evaluate, export, precision, verify
 from prefix_train import model as models
 from prefix_train.heldout import Heldout
 from prefix_train.plan import plan_evaluation
@@ -70,6 +71,7 @@ def write(run: Path, config: Config, closing: Closing, device: torch.device) -> 
         **closing.totals,
         "layers": len(anatomy.find(model).layers),
         "tensors": {"trained": len(closing.trained), "covered": closing.covered, "without_gradient": closing.waiting},
+        "kernels": kernels(config, device),
         "skipped": closing.skipped,
         "hash_before": closing.hash_before,
         "hash_after": exported.digest,
@@ -89,6 +91,36 @@ def write(run: Path, config: Config, closing: Closing, device: torch.device) -> 
             f"see verify in {run / runfolder.RESULT}"
         )
     return result
+
+
+def kernels(config: Config, device: torch.device) -> dict[str, str]:
+    """What computed the packs, and whether transformers' own model had its fast kernels or fell back to torch."""
+    fast = is_flash_linear_attention_available() and device.type == "cuda"
+    return {
+        "attention": attention.resolve_kernels(config.model.attention, device),
+        "deltanet": deltanet.resolve_kernels(config.model.deltanet, device),
+        "standalone_deltanet": "flash-linear-attention" if fast else "transformers' torch reference",
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """What a person wants to know of `result`."""
+    said = []
+    if "heldout_loss" in result:
+        said.append(f"held-out loss {result['heldout_loss']:.4f} over {result['heldout_examples']} examples")
+    if "accuracy" in result:
+        chance = "" if result["chance"] is None else f"; chance is {result['chance']:.0%}"
+        fields = ", ".join(f"{name} {share:.1%}" for name, share in result["fields"].items())
+        said.append(f"answered exactly {result['accuracy']:.1%}{chance}" + (f" (by field: {fields})" if fields else ""))
+    if "verify" in result:
+        found = result["verify"]
+        differences = found["differences"]
+        said.append(
+            f"verify {'passed' if found['passed'] else 'FAILED in ' + ', '.join(found['failed'])}: "
+            f"{found['examples']} examples, mean loss differs by {differences['mean_loss']:.1e}, the worst of "
+            f"{found['tensors']} gradients by {differences['gradient']:.1e}"
+        )
+    return said
 
 
 def restore(config: Config, trained: dict[str, Tensor], device: torch.device) -> tuple[nn.Module, Any]:

@@ -14,6 +14,7 @@ from statistics import fmean
 from types import FrameType
 
 import torch
+import transformers
 from torch import nn
 
 from configs import compose, runfolder
@@ -43,6 +44,8 @@ def main(run: Path) -> int:
     if config.memory.offload != "none":
         raise UserError(f"memory.offload={config.memory.offload} is not there yet: set memory.offload=none")
     torch.set_num_threads(config.train.threads)
+    # What transformers falls back to in the check of itself stands in result.json, under `kernels`.
+    transformers.logging.set_verbosity_error()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stop, beat = StopRequest(), Heartbeat(run, rank, world)
     with dist.joined(config.watch.collective_timeout_s) as ranks:
@@ -54,7 +57,8 @@ def main(run: Path) -> int:
         return runfolder.STOPPED
     if rank == 0:
         beat.phase("evaluate")
-        outcome.write(run, config, closing, ranks.device)
+        for line in outcome.lines(outcome.write(run, config, closing, ranks.device)):
+            print(line, flush=True)
     beat.phase("done")
     return 0
 
