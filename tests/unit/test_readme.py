@@ -1,0 +1,56 @@
+"""What the README says is so: its figures come from the committed measurements, what it names exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefix_train.chat import parse
+from prefix_train.data import decode_row
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_figures_are_those_of_the_committed_measurements() -> None:
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    assert figures["with_figures"](README) == README
+    assert "times fewer" in README
+
+
+def test_files_that_it_names_exist() -> None:
+    named = set(re.findall(r"`((?:tests|configs|docs)/[\w./-]+)`", README)) | set(
+        re.findall(r"\]\(([\w./-]+)\)", README)
+    )
+    assert len(named) > 8
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_make_targets_that_it_names_exist() -> None:
+    targets = set(re.findall(r"make ([a-z][a-z-]+)", README))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {"demo", "test", "test-all", "replays"} <= targets
+    assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.M)]
+
+
+def test_the_data_row_that_it_shows_is_good() -> None:
+    row = re.search(r"```json\n(.+?)\n```", README, re.S)
+    assert row is not None
+    assert parse(decode_row(row[1].encode(), "README"), "README")
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`(prefix-train [a-z]+|python -m [a-z.]+)[^`]*`", README))))
+def test_commands_that_it_names_have_help(command: str) -> None:
+    words = shlex.split(command)
+    program = (
+        [sys.executable, "-m", "prefix_train.cli", *words[1:]] if words[0] != "python" else [sys.executable, *words[1:]]
+    )
+    ran = subprocess.run([*program, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "Usage" in ran.stdout
