@@ -13,6 +13,9 @@ from torch import Tensor
 
 from prefix_train.layout import Group
 
+SUMS = torch.float64
+"""Of the decays within a chunk: behind a few fast ones the sums are large, their differences and gradients small."""
+
 
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, group: Group
@@ -26,11 +29,11 @@ def delta_rule(
     sizes = [query.shape[-1], key.shape[-1], value.shape[-1], 1, 1]
     together = torch.cat([query[0], key[0], value[0], g[0, :, :, None], beta[0, :, :, None]], -1)
     query, key, value, g, beta = torch.split(_into_chunks(together, group), sizes, -1)
-    decay = g.squeeze(-1).cumsum(-1)
-    since_start = decay.exp()[..., None]
-    until_end = (decay[..., -1:] - decay).exp()[..., None]
+    decay = g.squeeze(-1).to(SUMS).cumsum(-1)
+    since_start = decay.to(g.dtype).exp()[..., None]
+    until_end = (decay[..., -1:] - decay).to(g.dtype).exp()[..., None]
     later = torch.ones(group.chunk, group.chunk, dtype=torch.bool, device=key.device).triu(1)
-    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, float("-inf")).exp()
+    between = (decay[..., :, None] - decay[..., None, :]).to(g.dtype).masked_fill(later, float("-inf")).exp()
 
     keyed = key * beta
     system = (keyed @ key.mT) * between

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from configs.errors import UserError
-from prefix_train import deltanet
+from prefix_train import chunked, deltanet
 from prefix_train.deltanet import resolve_kernels, tree_conv, tree_delta_rule
 from prefix_train.layout import Group, Layout
 from tests import trees
@@ -112,6 +112,24 @@ def test_fast_decay_is_finite() -> None:
     grad = draws(2, (1, layout.total, VALUE_HEADS, VALUE))[0]
     found = with_gradients(tree_delta_rule(*of, layout), of, grad)
     trees.assert_close(found, rule_truth(layout, of, grad), 1e-12, RULE_NAMES)
+
+
+def error_of_decays(monkeypatch: pytest.MonkeyPatch, sums: torch.dtype) -> float:
+    """Error, in float32, of the gradient of each head's decay rate, as `A_log` is one: heads that forget fast."""
+    monkeypatch.setattr(chunked, "SUMS", sums)
+    layout = Layout.from_tree([130, 70], [-1, 0])
+    of, (grad,) = rule_inputs(layout, torch.float32), draws(1, (1, layout.total, VALUE_HEADS, VALUE))
+    found = []
+    for query, key, value, g, beta in (of, widened(of)):
+        rate = torch.full((VALUE_HEADS,), 5.0, dtype=g.dtype, requires_grad=True)
+        out = tree_delta_rule(query, key, value, g * rate.exp(), beta, layout)
+        found += torch.autograd.grad(out, rate, grad.to(out.dtype))
+    return trees.relative(*found)
+
+
+def test_sums_of_decays_keep_their_small_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error_of_decays(monkeypatch, torch.float64) < 2e-6
+    assert error_of_decays(monkeypatch, torch.float32) > 1e-5
 
 
 def test_equals_transformers_on_one_segment() -> None:
