@@ -1,4 +1,4 @@
-"""The whole demonstration, as `make demo` runs it: it must have learned, and packs must equal transformers' own model."""
+"""The whole demonstration, as `make demo` runs it: it must have learned, and equal transformers' own model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_demonstration_learns_to_read_digits(tmp_path: Path) -> None:
     assert result["logical_tokens"] > 20 * result["positions"]
 
     run = Path(result["run"])
-    assert len((run / runfolder.METRICS).read_text().splitlines()) >= result["updates"] == 130
+    assert len((run / runfolder.METRICS).read_text().splitlines()) >= result["updates"] >= 100
     assert list((run / runfolder.TENSORBOARD).glob("events*"))
     assert (run / runfolder.PREFLIGHT / "0" / "report.txt").read_text().startswith("PASS")
     with safe_open(next(Path(result["export"]).glob("*.safetensors")), "pt") as weights:
