@@ -47,6 +47,11 @@ class Cost:
         products = geometry.product_flops * (2 if trainable == "adapter" else 3)
         return cls(1.0, 3 * geometry.pair_flops / (products + 3 * geometry.recurrence_flops))
 
+    @classmethod
+    def under(cls, config: Config) -> Cost:
+        """Of the model that `config` names, trained as it says: every plan of a run uses this one."""
+        return cls.by_flops(Geometry.of(read_config(config.model)), config.train.trainable)
+
     def of(self, positions: int, pairs: int) -> float:
         """Predicted time of a pack, in units of the time of one position."""
         return self.per_position * positions + self.per_pair * pairs

@@ -18,7 +18,7 @@ from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.data import Examples, load_examples
 from prefix_train.dist import Ranks
 from prefix_train.packing import EMPTY, Pack, Packer, pack_of
-from prefix_train.plan import Cursor, Step, Update, plan_run
+from prefix_train.plan import Cursor, Step, Update, plan_training
 from prefix_train.render import Example, Renderer
 from prefix_train.tree import build_forest
 
@@ -62,17 +62,9 @@ class Feed:
         self.images = False
         """Has any example an image?"""
         forest = build_forest((self._look(example).keys for example in examples), config.pack.min_shared)
-        self._packer, self._lengths = Packer(forest, config.pack.min_shared), forest.lengths.tolist()
-        self.plan = plan_run(
-            forest.lengths,
-            forest,
-            config.pack,
-            ranks.world,
-            config.seed,
-            updates=config.train.updates,
-            epochs=config.train.epochs,
-            sources=self._names,
-        )
+        # Sharing every token that can be shared: what is left of a pack is never larger than the pack was.
+        self._packer, self._lengths = Packer(forest, min_shared=1), forest.lengths.tolist()
+        self.plan = plan_training(config, forest, ranks.world, self._names)
 
     def name(self, example: int) -> str:
         """What to call an example in an error: its `file:line`."""

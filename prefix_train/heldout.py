@@ -12,7 +12,7 @@ from prefix_train.dist import Ranks
 from prefix_train.feed import load_agreed
 from prefix_train.model import Root
 from prefix_train.packing import Pack
-from prefix_train.plan import Plan, plan_evaluation
+from prefix_train.plan import Plan, plan_heldout
 from prefix_train.render import Example, Renderer
 from prefix_train.tree import build_forest
 
@@ -35,7 +35,7 @@ class Heldout:
         examples = found[: config.evaluate.examples]
         forest = build_forest((example.keys for example in examples), config.pack.min_shared)
         sources = [example.source for example in examples]
-        plan = plan_evaluation(forest.lengths, forest, config.pack, ranks.world, sources=sources)
+        plan = plan_heldout(config, forest, ranks.world, sources)
         ranks.require_same("the plan of the held-out examples", plan.digest)
         return cls(examples, plan, any(example.images for example in examples), found.skipped)
 

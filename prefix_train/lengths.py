@@ -24,7 +24,7 @@ from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config, ModelConfig
 from prefix_train.budget import Shape
-from prefix_train.plan import RunPlan, plan_run
+from prefix_train.plan import RunPlan, plan_training
 from prefix_train.tree import Forest, Ints, Trie
 
 RENDERER = ("chat", "data", "images", "render", "tokens", "tree")
@@ -184,16 +184,7 @@ def load(config: Config, data: Path | None = None) -> LengthIndex:
 
 def run_plan(config: Config, index: LengthIndex) -> RunPlan:
     """The plan of the run that `config` describes, over the examples of `index`."""
-    return plan_run(
-        index.lengths,
-        index.forest,
-        config.pack,
-        config.ranks,
-        config.seed,
-        updates=config.train.updates,
-        epochs=config.train.epochs,
-        sources=index.sources,
-    )
+    return plan_training(config, index.forest, config.ranks, index.sources)
 
 
 def largest_pack(config: Config, index: LengthIndex) -> Shape:

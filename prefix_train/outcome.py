@@ -21,7 +21,7 @@ from configs.schema import Config
 from prefix_train import anatomy, attention, deltanet, evaluate, export, precision, verify
 from prefix_train import model as models
 from prefix_train.heldout import Heldout
-from prefix_train.plan import plan_evaluation
+from prefix_train.plan import plan_heldout
 from prefix_train.render import Example
 from prefix_train.tensors import check_names
 from prefix_train.tree import build_forest
@@ -163,7 +163,7 @@ def check(model: nn.Module, examples: Sequence[Example], config: Config) -> dict
     models.make_ready(model, config)
     root = models.Root(model, dtype, config.train.loss_chunk_rows, images=False)
     forest = build_forest((example.keys for example in examples), config.pack.min_shared)
-    packs = plan_evaluation(forest.lengths, forest, config.pack, ranks=1).updates[0][0]
+    packs = plan_heldout(config, forest, ranks=1).updates[0][0]
     return verify.compare(verify.packed(root, packs, examples), alone, verify.bounds_for(config.verify, dtype))
 
 

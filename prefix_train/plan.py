@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import UserError
-from configs.schema import PackConfig
+from configs.schema import Config, PackConfig
 from prefix_train.budget import Cost
 from prefix_train.packing import EMPTY, Bound, Pack, Packer, Segment, Selection, examples_of, pack_of, standalone
 from prefix_train.tree import Forest
@@ -36,7 +36,9 @@ __all__ = [
     "Update",
     "plan_epoch",
     "plan_evaluation",
+    "plan_heldout",
     "plan_run",
+    "plan_training",
     "predicted_time",
     "totals",
 ]
@@ -319,3 +321,23 @@ def plan_run(
     if part := epochs - whole:
         total += math.ceil(part * len(epoch(whole).updates) - 1e-9)
     return RunPlan(epoch, total)
+
+
+def plan_training(config: Config, forest: Forest, ranks: int, sources: Sequence[str] | None = None) -> RunPlan:
+    """The plan of the run that `config` describes: what is printed before it and what its ranks walk are both this."""
+    return plan_run(
+        forest.lengths,
+        forest,
+        config.pack,
+        ranks,
+        config.seed,
+        updates=config.train.updates,
+        epochs=config.train.epochs,
+        sources=sources,
+        cost=Cost.under(config),
+    )
+
+
+def plan_heldout(config: Config, forest: Forest, ranks: int, sources: Sequence[str] | None = None) -> Plan:
+    """The plan of examples that are only looked at under `config`."""
+    return plan_evaluation(forest.lengths, forest, config.pack, ranks, sources=sources, cost=Cost.under(config))

@@ -283,6 +283,7 @@ def data(ranks: Ranks, on_bad: str, torn: bool) -> tuple[feeds.Feed, list[Any]]:
     base = models.build("qwen3_5", torch.float32)
     examples = batches.make(base, COUNT, images=True)
     config = Config(
+        model=ModelConfig(build={"model_type": "qwen3_5"}),
         data=DataConfig(on_bad_example=on_bad),  # type: ignore[arg-type]
         pack=PackConfig(max_positions=90, min_shared=4, examples_per_update=COUNT),
         train=TrainConfig(updates=2),

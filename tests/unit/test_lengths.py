@@ -44,6 +44,7 @@ def config(tmp_path: Path) -> Config:
     model.mkdir()
     for name in ("config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
         (model / name).write_text("{}")
+    (model / "config.json").write_text('{"model_type": "llama"}')
     data = tmp_path / "train.jsonl"
     data.write_text("rows\n" * 40)
     return Config(
