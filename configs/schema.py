@@ -71,7 +71,8 @@ class AdapterConfig:
     dropout: float = 0.0
     """Dropout on an adapter's input, drawn from (run, update, pack, layer, module)."""
     targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"])
-    """Names of the linear modules of the language model that get an adapter."""
+    """Names of the linear modules of the language model that get an adapter. Of a model of experts that is the shared
+    expert, never the others; for `qwen3_next` leave `gate_proj`, `up_proj` and `down_proj` out."""
     merger: bool = True
     """Train the vision tower's merger too (all of its tensors); without effect on a text model."""
 
@@ -196,6 +197,14 @@ class PreflightConfig:
     """Least free space of the run folder's file system."""
     min_free_memory_gib: float = 1.0
     """Least available memory of a node."""
+    prove_pins: bool = True
+    """With GPUs: run every kernel of the job before it starts, and count searches. Without, only the files are read."""
+    prove_deadline_s: float = 300.0
+    """Longest proof of the pins: a fresh machine compiles each kernel once."""
+    collective_deadline_s: float = 120.0
+    """Longest test of the ranks' collectives."""
+    min_pair_gib_s: float = 0.0
+    """Least bandwidth between two nodes, GiB/s, besides half of the cluster's median; 0: no floor."""
     on_bad_node: Literal["stop", "exclude"] = "stop"
     """`exclude` resubmits once without the bad nodes."""
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import typer
 
 from configs import runfolder
 from configs.console import make_app, print_json, run
 from configs.errors import UserError
-from configs.schema import PreflightConfig
+from configs.schema import Config
 from preflight import report
+from preflight.environment import without_secrets
 from preflight.judge import Verdict, judge
 from preflight.states import Finding, NodeReport
 
@@ -34,14 +37,15 @@ def run_command(
     """Check this node. With a run folder its file is left there for `judge`; else the report is printed."""
     from preflight.collect import collect
 
-    options, broken = _options(run_folder)
+    config, broken = _config(run_folder)
     options = dataclasses.replace(
-        options,
-        packages=[*options.packages, *(package or [])],
-        deadline_s=options.deadline_s if deadline is None else deadline,
+        config.preflight,
+        packages=[*config.preflight.packages, *(package or [])],
+        deadline_s=config.preflight.deadline_s if deadline is None else deadline,
     )
-    found = collect(options, run_folder or Path.cwd())
+    found = collect(dataclasses.replace(config, preflight=options), run_folder)
     found = dataclasses.replace(found, findings=(*broken, *found.findings))
+    found = NodeReport.from_json(without_secrets(found.to_json(), os.environ))
     if run_folder is not None:
         runfolder.write_json(
             _folder(run_folder) / f"{quote(found.node, safe='')}.json", found.to_json(), run=run_folder
@@ -63,11 +67,11 @@ def judge_command(
         raise UserError(
             f"no node has answered in {folder}: run `python -m preflight run {run_folder}` on each node first"
         )
-    reports = [NodeReport.from_json(runfolder.read_json(path)) for path in files]
-    options, broken = _options(run_folder)
+    reports = [_read(path) for path in files]
+    config, broken = _config(run_folder)
     if broken:
         reports.append(NodeReport("judge", tuple(broken)))
-    verdict = judge(reports, expected, options.allow)
+    verdict = judge(reports, expected, config.preflight.allow, received=time.time())
     runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
     runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
     runfolder.write_text(folder / "report.txt", report.text(verdict), run=run_folder)
@@ -85,15 +89,24 @@ def show_command(run_folder: Annotated[Path, typer.Argument(help="Run folder.")]
     return 0 if shown.startswith("PASS") else 1
 
 
-def _options(run_folder: Path | None) -> tuple[PreflightConfig, list[Finding]]:
+def _config(run_folder: Path | None) -> tuple[Config, list[Finding]]:
     """The run's options. What reads them may itself be what is wrong with this node: that is a finding, not a crash."""
     if run_folder is None:
-        return PreflightConfig(), []
+        return Config(), []
     try:
         from configs.compose import from_run
     except ImportError as error:
-        return PreflightConfig(), [Finding("preflight.config", "broken", f"config.yaml cannot be read here: {error}")]
-    return from_run(run_folder).preflight, []
+        return Config(), [Finding("preflight.config", "broken", f"config.yaml cannot be read here: {error}")]
+    return from_run(run_folder), []
+
+
+def _read(path: Path) -> NodeReport:
+    """One node's answer; a file of another form is a broken check of that node."""
+    try:
+        return NodeReport.from_json(runfolder.read_json(path))
+    except (ValueError, KeyError, TypeError) as error:
+        found = f"{path.name} is not a node's answer: {type(error).__name__}: {error}"
+        return NodeReport(unquote(path.stem), (Finding("node.answer", "broken", found, "check this node again"),))
 
 
 def _folder(run_folder: Path) -> Path:

@@ -6,6 +6,7 @@ program came, blames the package that ended it, and starts it again behind that 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import importlib.metadata
@@ -26,6 +27,8 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
+PARTS = {"fla": ("fla-core",)}
+"""Distributions that install files of the same module besides its own one."""
 
 
 def distribution_of(package: str) -> importlib.metadata.Distribution | None:
@@ -36,16 +39,43 @@ def distribution_of(package: str) -> importlib.metadata.Distribution | None:
         return None
 
 
-def declared(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
-    """Version, folder, sha256 of the RECORD and editable origin, as the installer wrote them."""
+def declared(package: str, distribution: importlib.metadata.Distribution) -> dict[str, Any]:
+    """Version, folder, sha256 of the RECORD, editable origin as the installer wrote them; what else declares it."""
     record = distribution.read_text("RECORD")
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    name = DISTRIBUTIONS.get(package, package)
+    found = {(other.version, _folder(other)) for other in importlib.metadata.distributions(name=name)}
+    parts = [part for part in PARTS.get(package, ()) if any(importlib.metadata.distributions(name=part))]
     return {
         "declared": distribution.version,
-        "folder": str(Path(str(distribution.locate_file(""))).resolve()),
+        "folder": _folder(distribution),
+        "also": sorted(version for version, folder in found if folder != _folder(distribution)),
         "record_sha256": hashlib.sha256(record.encode()).hexdigest() if record else None,
         "editable": bool(origin.get("dir_info", {}).get("editable", False)),
+        "changed": changed(distribution)
+        + [file for part in parts for file in changed(importlib.metadata.distribution(part))],
     }
+
+
+def changed(distribution: importlib.metadata.Distribution) -> list[str]:
+    """Python files that are not what the installer recorded: edited by hand, or gone."""
+    different = []
+    for file in distribution.files or []:
+        inside = file.parts[0] != ".."  # scripts lie elsewhere, and installers move them
+        if inside and file.suffix == ".py" and file.hash is not None and file.hash.mode == "sha256":
+            path = Path(str(file.locate()))
+            if not path.is_file() or _recorded_form(path.read_bytes()) != file.hash.value:
+                different.append(str(file))
+    return different
+
+
+def sources(folder: Path) -> str:
+    """sha256 over names and contents of a package's Python files."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        total.update(f"{path.relative_to(folder)}\0".encode())
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
 
 
 def where_from(path: Path) -> str:
@@ -68,17 +98,27 @@ def imported(package: str) -> dict[str, Any]:
 def describe(package: str) -> dict[str, Any]:
     """Declared and imported facts of one package; `absent` where neither exists."""
     distribution = distribution_of(package)
-    facts: dict[str, Any] = {"package": package, **(declared(distribution) if distribution else {})}
+    facts: dict[str, Any] = {"package": package, **(declared(package, distribution) if distribution else {})}
     if distribution is None and importlib.util.find_spec(package) is None:
         return {**facts, "absent": True}
-    return {**facts, "absent": False, **imported(package)}
+    facts |= {"absent": False, **imported(package)}
+    if facts.get("editable"):
+        facts["source_sha256"] = sources(Path(facts["path"]).parent)
+    return facts
 
 
 def main() -> None:
-    """Describe the packages named on the command line, one JSON line each; a line `{"begin": ...}` goes before."""
+    """Describe the packages named on the command line, one JSON line each."""
     for package in sys.argv[1:]:
-        print(json.dumps({"begin": package}), flush=True)
         print(json.dumps(describe(package)), flush=True)
+
+
+def _folder(distribution: importlib.metadata.Distribution) -> str:
+    return str(Path(str(distribution.locate_file(""))).resolve())
+
+
+def _recorded_form(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
 if __name__ == "__main__":

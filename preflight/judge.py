@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from preflight.states import WORST_FIRST, Finding, NodeReport, State
+from preflight.compare import outliers
+from preflight.states import WORST_FIRST, Finding, NodeReport
 
-COMPARED = {
-    "python.version": ("version",),
-    "torch.backends": ("torch", "cuda", "devices", "nccl", "gloo"),
-}
-"""Facts that must agree between nodes, by check; of every `import.*` check IMPORT_FACTS must."""
-
-IMPORT_FACTS = ("absent", "declared", "version", "record_sha256")
+MOST_SKEW_S = 2.0
+"""A node's clock may be so far ahead of the judge's."""
+OLD_S = 600.0
+"""An answer may be so much older than the others'."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Verdict:
     passed: bool
     problems: tuple[Problem, ...]
     nodes: tuple[NodeReport, ...]
+    allow: tuple[str, ...] = ()
 
     @property
     def bad_nodes(self) -> tuple[str, ...]:
@@ -40,20 +39,29 @@ class Verdict:
         return tuple(dict.fromkeys(problem.node for problem in self.problems if not problem.allowed))
 
 
-def judge(reports: Iterable[NodeReport], expected: Sequence[str], allow: Sequence[str] = ()) -> Verdict:
+def judge(
+    reports: Iterable[NodeReport],
+    expected: Sequence[str],
+    allow: Sequence[str] = (),
+    *,
+    received: float | None = None,
+    between: Sequence[tuple[str, Finding]] = (),
+) -> Verdict:
     """Judge all nodes together.
 
     expected: names of the nodes that should have answered; one without a report is `silent`. allow: names of checks
-    whose problems are shown but do not stop the job.
+    whose problems are shown but do not stop the job. received: the judge's clock when it had read all reports.
+    between: what the collective test found, by node (see `pairs.judge_ranks`).
     """
     answered = {report.node: report for report in reports}
     missing = [_silent(node) for node in expected if node not in answered]
     nodes = [*answered.values(), *missing]
     found = [(node.node, finding) for node in nodes for finding in node.findings if finding.state != "pass"]
-    found += [*_outliers(nodes), *_loopback(nodes)]
+    found += [*outliers(nodes), *_loopback(nodes), *_clocks(nodes, received)]
+    found += [(node, finding) for node, finding in between if finding.state != "pass"]
     found.sort(key=lambda pair: (WORST_FIRST.index(pair[1].state), pair[0], pair[1].check))
     problems = tuple(Problem(node, finding, finding.check in allow) for node, finding in found)
-    return Verdict(all(problem.allowed for problem in problems), problems, tuple(nodes))
+    return Verdict(all(problem.allowed for problem in problems), problems, tuple(nodes), tuple(allow))
 
 
 def _silent(node: str) -> NodeReport:
@@ -61,30 +69,24 @@ def _silent(node: str) -> NodeReport:
     return NodeReport(node, (Finding("node.answer", "silent", "gave no answer in time", advice),))
 
 
-def _outliers(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
-    """Nodes whose facts differ from what most nodes say."""
-    problems: list[tuple[str, Finding]] = []
-    by_check: dict[str, list[tuple[str, Finding]]] = {}
-    for node in nodes:
-        for finding in node.findings:
-            if finding.state == "pass":
-                by_check.setdefault(finding.check, []).append((node.node, finding))
-    for check, rows in by_check.items():
-        keys = IMPORT_FACTS if check.startswith("import.") else COMPARED.get(check, ())
-        for key in keys:
-            values = [repr(finding.facts.get(key)) for _, finding in rows]
-            common, count = Counter(values).most_common(1)[0]
-            for (name, finding), value in zip(rows, values, strict=True):
-                if value != common:
-                    problems.append((name, _differs(check, key, value, common, count, len(rows), finding)))
+def _clocks(nodes: Sequence[NodeReport], received: float | None) -> list[tuple[str, Finding]]:
+    """Answers from the future, which only a wrong clock can give; and answers much older than the others."""
+    timed = [node for node in nodes if node.wall]
+    if not timed or received is None:
+        return []
+    middle = statistics.median(node.wall for node in timed)
+    problems = []
+    for node in timed:
+        if node.wall > received + MOST_SKEW_S:
+            found, advice = f"its clock is at least {node.wall - received:.0f} s ahead of the judge's", "start chronyd"
+            problems.append((node.node, Finding("host.clock", "fail", found, advice)))
+        elif node.wall < middle - OLD_S:
+            found = (
+                f"its answer is {middle - node.wall:.0f} s older than most: its clock is behind, or it is an old answer"
+            )
+            advice = "start chronyd there, and check the node again"
+            problems.append((node.node, Finding("host.clock", "fail", found, advice)))
     return problems
-
-
-def _differs(check: str, key: str, value: str, common: str, count: int, total: int, finding: Finding) -> Finding:
-    where = finding.facts.get("path") or finding.facts.get("executable") or ""
-    found = f"{check.split('.')[-1]}: {key} is {value} here, {common} on {count} of {total} nodes"
-    state: State = "fail"
-    return Finding(check, state, f"{found} ({where})" if where else found, "install the same environment everywhere")
 
 
 def _loopback(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
@@ -93,8 +95,9 @@ def _loopback(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
         return []
     advice = "map the host name to the node's own address in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
     return [
-        (node.node, Finding("host.name", "fail", f"{node.node} resolves to {finding.facts['addresses']}", advice))
+        (node.node, Finding("host.name", "fail", f"{node.node} resolves to {', '.join(finding.facts['addresses'])}, "
+                            "a loopback address, which other nodes cannot reach", advice))
         for node in nodes
         for finding in node.findings
         if finding.check == "host.name" and finding.facts.get("loopback")
-    ]
+    ]  # fmt: skip

@@ -19,9 +19,13 @@ vertical-align:top}.pass{color:#17632b}.fail,.broken,.silent{color:#a11818}</sty
 {% for problem in verdict.problems %}<p><b>{{ problem.node }}</b>
 <span class="{{ problem.finding.state }}">{{ problem.finding.state }}{{ ' (allowed)' if problem.allowed }}</span>
 {{ problem.finding.check }}: {{ problem.finding.found }}. {{ problem.finding.advice }}</p>{% endfor %}
+{% if verdict.allow %}<p>Allowed by preflight.allow: {{ verdict.allow|join(', ') }}</p>{% endif %}
 {% for names, findings in groups %}<details {{ 'open' if loop.first }}><summary>{{ names|length }} node(s):
 {{ names|join(', ') }}</summary><table>{% for finding in findings %}<tr><td>{{ finding.check }}</td>
-<td class="{{ finding.state }}">{{ finding.state }}</td><td>{{ finding.found }}</td></tr>{% endfor %}</table></details>
+<td class="{{ finding.state }}">{{ finding.state }}</td><td>{{ finding.found }}
+{% if finding.facts %}
+<details><summary>facts</summary><pre>{{ finding.facts|tojson(indent=1) }}</pre></details>{% endif %}
+</td></tr>{% endfor %}</table></details>
 {% endfor %}</html>
 """
 
@@ -48,6 +52,8 @@ def text(verdict: Verdict) -> str:
         lines.append(("  allowed: " if problem.allowed else "  ") + _sentence(problem))
     if len(verdict.problems) > 20:
         lines.append(f"  ... and {len(verdict.problems) - 20} more in report.json")
+    if verdict.allow:
+        lines.append(f"  preflight.allow: {', '.join(verdict.allow)}")
     for names, report in groups(verdict):
         lines += ["", f"{len(names)} node(s): {_abbreviated(names)}"]
         lines += [f"  {finding.state:<7}{finding.check:<24}{finding.found}" for finding in report.findings]

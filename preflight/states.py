@@ -28,11 +28,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """Everything that one node said."""
+    """Everything that one node said. seconds: what its checks took. wall: its clock when they had ended, 0: unknown."""
 
     node: str
     findings: tuple[Finding, ...]
     seconds: float = 0.0
+    wall: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """A document of built-in types."""
@@ -42,4 +43,4 @@ class NodeReport:
     def from_json(cls, document: dict[str, Any]) -> NodeReport:
         """The inverse of `to_json`; raises KeyError or TypeError on a foreign document."""
         findings = tuple(Finding(**finding) for finding in document["findings"])
-        return cls(node=str(document["node"]), findings=findings, seconds=float(document["seconds"]))
+        return cls(str(document["node"]), findings, float(document["seconds"]), float(document["wall"]))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
 from configs.schema import PreflightConfig
 from preflight import report
-from preflight.collect import judge_package
+from preflight.compare import COMPARED
 from preflight.judge import judge
+from preflight.packages import judge_package
 from preflight.states import Finding, NodeReport
+from preflight.torch_facts import mapped_libraries
 
 SITE = "/opt/env/lib/python3.11/site-packages"
 
@@ -21,6 +24,8 @@ def facts(package: str = "torch", **changes: object) -> dict[str, object]:
         "absent": False,
         "declared": "2.13.0",
         "folder": SITE,
+        "also": [],
+        "changed": [],
         "record_sha256": "ab",
         "editable": False,
         "version": "2.13.0+cpu",
@@ -52,6 +57,8 @@ def test_declared_and_imported_agree_up_to_the_local_version() -> None:
         ),
         ({"absent": True, "declared": None}, ["not installed"]),
         ({"declared": None}, ["no installed package declares it"]),
+        ({"from": "user-site", "also": ["2.11.0"]}, ["shadows the installed 2.11.0", "user's own folder"]),
+        ({"changed": ["torch/nn/init.py", "torch/x.py"]}, ["torch/nn/init.py and 1 more", "not the file"]),
     ],
 )
 def test_a_package_that_is_not_what_was_installed_fails(changes: dict[str, object], words: list[str]) -> None:
@@ -83,7 +90,7 @@ def test_r36_fails_without_the_comparison_between_nodes(monkeypatch: pytest.Monk
     odd = package_finding(version="2.12.0", declared="2.12.0")
     nodes = [node("node1", package_finding()), node("node2", package_finding()), node("node3", odd)]
     assert not judge(nodes, []).passed
-    monkeypatch.setattr("preflight.judge._outliers", lambda nodes: [])
+    monkeypatch.setattr("preflight.judge.outliers", lambda nodes: [])
     assert judge(nodes, []).passed
 
 
@@ -100,13 +107,100 @@ def test_allowed_findings_are_shown_and_do_not_stop() -> None:
     assert "allowed" in report.text(verdict)
 
 
-def test_r35_loopback_matters_only_between_nodes() -> None:
+def loopback_nodes() -> list[NodeReport]:
     loopback = Finding("host.name", "pass", "here", "", {"addresses": ["127.0.1.1"], "loopback": True})
-    one, two = NodeReport("node1", (loopback,)), NodeReport("node2", (loopback,))
-    assert judge([one], ["node1"]).passed
-    verdict = judge([one, two], ["node1", "node2"])
+    return [NodeReport("node1", (loopback,)), node("node2"), node("node3")]
+
+
+def test_r35_a_host_name_that_means_loopback() -> None:
+    nodes = loopback_nodes()
+    assert judge(nodes[:1], ["node1"]).passed
+    verdict = judge(nodes, ["node1", "node2", "node3"])
+    assert verdict.bad_nodes == ("node1",)
+    for words in ("node1", "127.0.1.1", "/etc/hosts", "GLOO_SOCKET_IFNAME"):
+        assert words in report.headline(verdict)
+
+
+def test_r35_fails_without_the_check_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("preflight.judge._loopback", lambda nodes: [])
+    assert judge(loopback_nodes(), []).passed
+
+
+def mapped(name: str, plugin: str) -> NodeReport:
+    maps = (
+        "7f1c00000000-7f1c00001000 r-xp 00000000 08:01 12 /opt/env/lib/libnccl.so.2\n"
+        f"7f1c10000000-7f1c10001000 r-xp 00000000 08:01 13 {plugin}/libnccl-net.so\n"
+        "7f1c20000000-7f1c20001000 rw-p 00000000 00:00 0\n"
+        "7f1c30000000-7f1c30001000 r-xp 00000000 08:01 14 /usr/lib/libm.so.6\n"
+    )
+    libraries = mapped_libraries(maps)
+    assert libraries.keys() == {"libnccl.so.2", "libnccl-net.so"}
+    return node(name, Finding("libraries.mapped", "pass", "", "", {"libraries": libraries}))
+
+
+def test_r37_a_network_plugin_from_elsewhere() -> None:
+    nodes = [mapped("node1", "/opt/net"), mapped("node2", "/home/me/net"), mapped("node3", "/opt/net")]
+    verdict = judge(nodes, [])
+    assert verdict.bad_nodes == ("node2",)
+    assert "/home/me/net/libnccl-net.so" in report.headline(verdict)
+    assert "/opt/net/libnccl-net.so on 2 of 3" in report.headline(verdict)
+
+
+def test_r37_fails_without_the_mapped_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMPARED, "libraries.mapped", ())
+    nodes = [mapped("node1", "/opt/net"), mapped("node2", "/home/me/net"), mapped("node3", "/opt/net")]
+    assert judge(nodes, []).passed
+
+
+def test_without_a_majority_all_that_differ_are_named_and_it_is_said() -> None:
+    odd = package_finding(version="2.12.0", declared="2.12.0")
+    verdict = judge([node("node1", package_finding()), node("node2", odd)], [])
     assert verdict.bad_nodes == ("node1", "node2")
-    assert "127.0.1.1" in report.headline(verdict)
+    assert "no majority" in report.headline(verdict)
+
+
+def test_one_cause_is_one_problem() -> None:
+    odd = package_finding(version="2.12.0", declared="2.12.0", record_sha256="cd")
+    verdict = judge([node(f"node{i}", package_finding()) for i in range(3)] + [node("node9", odd)], [])
+    assert len(verdict.problems) == 1
+
+
+def test_a_clock_from_the_future_and_an_old_answer() -> None:
+    now = 1_000_000.0
+    walls = {"node1": now - 5, "node2": now + 60, "node3": now - 3600, "node4": now - 8}
+    nodes = [dataclasses.replace(node(name), wall=wall) for name, wall in walls.items()]
+    assert {p.node: p.finding.check for p in judge(nodes, [], received=now).problems} == {
+        "node2": "host.clock",
+        "node3": "host.clock",
+    }
+
+
+def test_a_check_that_a_node_has_no_word_of_is_broken() -> None:
+    disk = Finding("host.disk", "pass", "")
+    verdict = judge([node("node1", disk), node("node2", disk), node("node3")], [])
+    assert [(p.node, p.finding.check, p.finding.state) for p in verdict.problems] == [("node3", "host.disk", "broken")]
+
+
+def gpu_at(watts: str) -> Finding:
+    return Finding("device.gpus", "pass", "", "", {"gpus": [{"index": "0", "power.draw": watts}], "compared": {}})
+
+
+def test_power_at_rest_far_over_the_median() -> None:
+    nodes = [node(f"node{i}", gpu_at(watts)) for i, watts in enumerate(("75.1", "120.4", "420.0", "[N/A]"))]
+    assert [(p.node, p.finding.check) for p in judge(nodes, []).problems] == [("node2", "device.power")]
+
+
+def test_512_nodes_are_judged_in_two_seconds() -> None:
+    files = {f"model-{i}.safetensors": f"{i}:aa" for i in range(64)}
+    findings = [dataclasses.replace(package_finding(package=f"p{i}"), check=f"import.p{i}") for i in range(14)]
+    findings += [Finding("host.files", "pass", "", "", {"files": {"model.path": files}})]
+    documents = [node(f"node{i}", *findings).to_json() for i in range(512)]
+    began = time.process_time()
+    verdict = judge([NodeReport.from_json(document) for document in documents], [f"node{i}" for i in range(513)])
+    shown = report.text(verdict), report.html(verdict), report.document(verdict)
+    assert time.process_time() - began < 2
+    assert verdict.bad_nodes == ("node512",)
+    assert len(shown[0].splitlines()) < 60
 
 
 def test_rows_of_the_report_are_states_not_nodes() -> None:

@@ -1,0 +1,118 @@
+"""What `nvidia-smi` says of this node's GPUs, before anything of ours touches them."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from preflight.programs import ask
+from preflight.setting import Setting
+from preflight.states import Finding
+
+SMI = "nvidia-smi"
+DEADLINE_S = 20.0
+"""A healthy driver answers in a second or two, without persistence mode in up to ten."""
+FIELDS = (
+    "index", "name", "uuid", "driver_version", "memory.total", "memory.used", "ecc.mode.current",
+    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active", "persistence_mode", "mig.mode.current",
+    "clocks.sm", "clocks.max.sm", "power.draw", "temperature.gpu", "utilization.gpu",
+)  # fmt: skip
+THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown",
+             0x80: "hardware power brake"}  # fmt: skip
+"""Bits of clocks_throttle_reasons.active that no healthy GPU shows at rest (NVML, nvmlClocksThrottleReasons)."""
+MOST_USED_MIB = 2048
+"""Memory that a driver may hold by itself."""
+MOST_BUSY = 10
+"""Percent of utilisation at rest."""
+
+
+def check_device(setting: Setting) -> list[Finding]:
+    """Facts of every GPU, and whether they are fit to train."""
+    wanted = setting.wants_gpus
+    if wanted == 0 or (wanted is None and shutil.which(SMI) is None):
+        return [Finding("device.gpus", "pass", "no GPU is wanted" if wanted == 0 else "no GPU here", "", {"gpus": []})]
+    answers = {}
+    for question in (f"--query-gpu={','.join(FIELDS)}", "--query-compute-apps=gpu_uuid,pid,used_memory"):
+        seconds = min(DEADLINE_S, setting.left_s)
+        try:
+            answer = ask([SMI, question, "--format=csv,noheader,nounits"], seconds)
+        except FileNotFoundError:
+            return [_finding("fail", f"{wanted} GPUs are wanted, but there is no {SMI}", "install the driver here")]
+        if answer.status is None:
+            return [_finding("silent", f"{SMI} did not answer in {seconds:.0f} s: driver stuck", "reboot this node")]
+        if answer.status != 0:
+            said = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
+            how = said[-1] if said else "without a word"
+            return [_finding("fail", f"{SMI} ended with status {answer.status}: {how}", "repair or reboot this node")]
+        answers[question.split("=")[0]] = answer.stdout
+    return judge_gpus(_rows(answers["--query-gpu"]), _rows(answers["--query-compute-apps"]), wanted)
+
+
+def judge_gpus(gpus: list[list[str]], apps: list[list[str]], wanted: int | None) -> list[Finding]:
+    """Rows of nvidia-smi, one per GPU (FIELDS) and one per process (uuid, pid, MiB), -> findings. Pure."""
+    short = [row for row in gpus if len(row) != len(FIELDS)]
+    if short:
+        return [_finding("broken", f"{SMI} printed {short[0]}, not {len(FIELDS)} values", "see `nvidia-smi`")]
+    described = [dict(zip(FIELDS, row, strict=True)) for row in gpus]
+    facts: dict[str, Any] = {"gpus": described, "compared": _compared(described)}
+    findings = []
+    if wanted is not None and len(gpus) < wanted:
+        findings.append(_finding("fail", f"{len(gpus)} GPUs are here, {wanted} are wanted (slurm.gpus_per_node)",
+                                 "a GPU that fell off the bus comes back with a reboot", facts))  # fmt: skip
+    for gpu in described:
+        findings += _fitness(gpu, [row for row in apps if row[0] == gpu["uuid"]])
+    if not any(finding.check == "device.gpus" for finding in findings):
+        models = ", ".join(sorted({gpu["name"] for gpu in described})) or "none"
+        findings.insert(0, _finding("pass", f"{len(gpus)} GPUs: {models}", "", facts))
+    return findings
+
+
+def _fitness(gpu: dict[str, str], apps: list[list[str]]) -> list[Finding]:
+    """What is wrong with one GPU at rest."""
+    name, findings = f"GPU {gpu['index']}", []
+    if apps:
+        pids = ", ".join(f"{pid} ({mib} MiB)" for _, pid, mib in apps)
+        findings.append(Finding("device.busy", "fail", f"{name} is in use by process {pids}", "end it on this node"))
+    elif _number(gpu["memory.used"]) > MOST_USED_MIB:
+        findings.append(Finding("device.busy", "fail", f"{name} has {gpu['memory.used']} MiB in use and no process",
+                                "reset the GPU, or look into other containers"))  # fmt: skip
+    elif _number(gpu["utilization.gpu"]) > MOST_BUSY:
+        findings.append(Finding("device.busy", "fail", f"{name} is {gpu['utilization.gpu']}% busy and no process shows",
+                                "look into other containers"))  # fmt: skip
+    if _number(gpu["ecc.errors.uncorrected.volatile.total"]) > 0:
+        errors = gpu["ecc.errors.uncorrected.volatile.total"]
+        findings.append(Finding("device.ecc", "fail", f"{name} has {errors} uncorrected memory errors",
+                                "reset the GPU; replace it if they come back"))  # fmt: skip
+    active = int(gpu["clocks_throttle_reasons.active"] or "0", 16) if _is_hex(gpu) else 0
+    reasons = [reason for bit, reason in THROTTLED.items() if active & bit]
+    if reasons:
+        findings.append(Finding("device.throttled", "fail", f"{name} is throttled at rest: {', '.join(reasons)} "
+                                f"({gpu['temperature.gpu']} C)", "see its cooling and power"))  # fmt: skip
+    return findings
+
+
+def _compared(gpus: list[dict[str, str]]) -> dict[str, list[str]]:
+    """What must agree between nodes."""
+    fields = ("name", "driver_version", "memory.total", "ecc.mode.current", "persistence_mode", "mig.mode.current")
+    return {"count": [str(len(gpus))], **{name: sorted({gpu[name] for gpu in gpus}) for name in fields}}
+
+
+def _finding(state: Any, found: str, advice: str, facts: dict[str, Any] | None = None) -> Finding:
+    return Finding("device.gpus", state, found, advice, facts or {})
+
+
+def _rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [[cell.strip() for cell in line.split(",")] for line in lines]
+
+
+def _number(text: str) -> float:
+    """A count, or 0 where the GPU does not keep it (`[N/A]`)."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _is_hex(gpu: dict[str, str]) -> bool:
+    return gpu["clocks_throttle_reasons.active"].lower().startswith("0x")

@@ -1,0 +1,329 @@
+"""What one node says of itself, from captured or planted facts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from configs.schema import Config, DataConfig, ModelConfig, SlurmConfig
+from preflight import device, environment, files, host, imports, known_bad, mounts
+from preflight.setting import Setting
+from preflight.states import Finding
+
+MOUNTINFO = """\
+22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
+40 22 0:35 / /home rw,relatime shared:20 - nfs4 filer:/home rw,vers=4.2
+41 40 0:36 / /home/me/with\\040space rw - tmpfs tmpfs rw
+42 22 0:37 / /scratch rw - lustre mds@tcp:/scratch rw
+43 22 0:38 / /work rw - nfs filer:/work rw
+44 43 0:39 / /work rw - xfs /dev/nvme1n1 rw
+"""
+GPU = ["0", "NVIDIA H200", "GPU-1", "580.159.04", "143771", "4", "Enabled", "0", "0x0000000000000000", "Enabled",
+       "Disabled", "1980", "1980", "75.20", "31", "0"]  # fmt: skip
+
+
+def gpu(**changes: str) -> list[str]:
+    fields = dict(zip(device.FIELDS, GPU, strict=True))
+    return list((fields | {name.replace("__", "."): value for name, value in changes.items()}).values())
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "shared"),
+    [
+        ("/tmp/x", "ext4", False),
+        ("/home/me/.triton", "nfs4", True),
+        ("/home/me/with space/c", "tmpfs", False),
+        ("/scratch/a", "lustre", True),
+        ("/work/a", "xfs", False),
+        ("/homework", "ext4", False),
+    ],
+)
+def test_the_file_system_of_a_folder_is_that_of_the_deepest_mount(path: str, kind: str, shared: bool) -> None:
+    mount = mounts.of(Path(path), mounts.parse(MOUNTINFO))
+    assert mount is not None
+    assert (mount.kind, mount.shared) == (kind, shared)
+
+
+@pytest.fixture
+def shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that the node's mount table says lies on NFS."""
+    cache = tmp_path / "home" / "cache"
+    cache.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    table = f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:9 / {cache.parent} rw - nfs4 filer:/home rw\n"
+    (tmp_path / "proc/self/mountinfo").write_text(table)
+    monkeypatch.setenv("PREFLIGHT_PROC", str(tmp_path / "proc"))
+    for name in host.CACHES:
+        monkeypatch.delenv(name, raising=False)
+    return cache
+
+
+@pytest.mark.parametrize("name", host.CACHES)
+def test_r41_a_cache_on_a_network_file_system(shared_cache: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert host.check_cache(Setting()).state == "pass"
+    monkeypatch.setenv(name, str(shared_cache / "not" / "yet"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    finding = host.check_cache(Setting())
+    assert finding.state == "fail"
+    for words in (name, str(shared_cache), "network file system", "nfs4", "filer:/home"):
+        assert words in finding.found
+
+
+def test_r41_fails_without_the_mount_table(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(shared_cache))
+    monkeypatch.setattr("preflight.mounts.NETWORK", frozenset())
+    assert host.check_cache(Setting()).state == "pass"
+
+
+def test_little_shared_memory_matters_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 20))
+    gpus = Setting(Config(slurm=SlurmConfig(gpus_per_node=8)), Path("/run"))
+    assert host.check_shm(Setting()).state == "pass"
+    assert host.check_shm(gpus).state == "fail"
+
+
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (256, 256))
+    finding = host.check_limits(Setting())
+    assert finding.state == "fail"
+    assert "nofile 256" in finding.found
+
+
+def test_no_room_and_no_inodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    setting = Setting(run=tmp_path)
+    assert host.check_disk(setting).state == "pass"
+    monkeypatch.setattr(
+        os,
+        "statvfs",
+        lambda folder: SimpleNamespace(
+            f_files=10**6, f_favail=3, f_bavail=9**9, f_blocks=9**9, f_bfree=9**9, f_frsize=9
+        ),
+    )
+    assert "only 3 inodes" in host.check_disk(setting).found
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    assert host.check_disk(setting).state == "fail"
+
+
+def test_a_clock_far_from_the_file_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert host.check_clock(Setting(run=tmp_path)).state == "pass"
+    now = host.time.time()
+    monkeypatch.setattr(host.time, "time", lambda: now + 90)
+    finding = host.check_clock(Setting(run=tmp_path))
+    assert finding.state == "fail"
+    assert "90.0 s ahead" in finding.found
+
+
+def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    assert host.check_name(Setting()).state == "fail"
+
+
+def test_data_and_model_by_size_and_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, model = tmp_path / "train.jsonl", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    train.write_text("a" * 10)
+    (tmp_path / "config.yaml").write_text("name: x")
+    config = Config(data=DataConfig(train=str(train)), model=ModelConfig(path=str(model)))
+    before = files.check_files(Setting(config, tmp_path))
+    assert before.state == "pass"
+    train.write_text("b" * 10)
+    assert files.check_files(Setting(config, tmp_path)).facts != before.facts
+    train.unlink()
+    gone = files.check_files(Setting(config, tmp_path))
+    assert gone.state == "fail"
+    assert str(train) in gone.found
+    train.write_text("c")
+
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "Permission denied" in files.check_files(Setting(config, tmp_path)).found
+
+
+def test_secrets_never_enter_a_report() -> None:
+    planted = {
+        "HF_TOKEN": "hf_abcdefghijklmnop1234",
+        "WANDB_API_KEY": "0123456789abcdef0123",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG",
+        "DB_PASSWORD": "correct horse",
+        "https_proxy": "http://me:hunter2222@proxy:3128",
+        "SOME_NAME": "glpat-ABCDEFGHIJKLMNOPQRST",
+        "NCCL_DEBUG": "INFO",
+        "PYTHONPATH": "/opt/code",
+    }
+    assert environment.shown(planted) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/opt/code"}
+    leaked = {
+        "found": "could not read https://user:sesame99@host/x with correct horse",
+        "facts": [{"error": f"401: token {value}"} for value in planted.values()],
+        "log": "Authorization: Bearer abc.def.ghi, ghp_abcdefghijklmnop1234",
+    }
+    clean = repr(environment.without_secrets(leaked, planted))
+    for secret in (*planted.values(), "sesame99", "hunter2222", "abc.def.ghi", "ghp_abcdefghijklmnop1234"):
+        assert (secret in clean) == (secret in ("INFO", "/opt/code")), secret
+
+
+def test_a_healthy_gpu_passes() -> None:
+    findings = device.judge_gpus([gpu(), gpu(index="1", uuid="GPU-2", power__draw="[N/A]")], [], 2)
+    assert [(finding.check, finding.state) for finding in findings] == [("device.gpus", "pass")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "apps", "check", "words"),
+    [
+        ({}, [["GPU-1", "4711", "9000"]], "device.busy", "4711"),
+        ({"memory__used": "9000"}, [], "device.busy", "9000 MiB in use and no process"),
+        ({"utilization__gpu": "99"}, [], "device.busy", "99% busy"),
+        ({"ecc__errors__uncorrected__volatile__total": "2"}, [], "device.ecc", "2 uncorrected"),
+        ({"clocks_throttle_reasons__active": "0x0000000000000048"}, [], "device.throttled", "hardware slowdown, hardw"),
+    ],
+)
+def test_unfit_gpus(changes: dict[str, str], apps: list[list[str]], check: str, words: str) -> None:
+    (finding,) = [f for f in device.judge_gpus([gpu(**changes)], apps, 1) if f.state != "pass"]
+    assert finding.check == check
+    assert finding.state == "fail"
+    assert words in finding.found
+
+
+def test_resting_reasons_and_absent_counters_are_healthy() -> None:
+    row = gpu(clocks_throttle_reasons__active="0x0000000000000005", ecc__errors__uncorrected__volatile__total="[N/A]")
+    assert [f.state for f in device.judge_gpus([row], [], 1)] == ["pass"]
+
+
+def test_a_missing_gpu() -> None:
+    (finding,) = device.judge_gpus([gpu()], [], 2)
+    assert finding.state == "fail"
+    assert "1 GPUs are here, 2 are wanted" in finding.found
+
+
+def stand_in(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """nvidia-smi on the path as a shell script; a job that wants one GPU."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return Setting(Config(slurm=SlurmConfig(gpus_per_node=1)), Path("/run"))
+
+
+def test_r38_nvidia_smi_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = stand_in(tmp_path, "sleep 600", monkeypatch)
+    monkeypatch.setattr(device, "DEADLINE_S", 1.0)
+    began = host.time.monotonic()
+    (finding,) = device.check_device(setting)
+    assert host.time.monotonic() - began < 5
+    assert finding.state == "silent"
+    assert finding.found == "nvidia-smi did not answer in 1 s: driver stuck"
+
+
+def test_r38_fails_without_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the answer comes when the stand-in ends, and as something else."""
+    setting = stand_in(tmp_path, "sleep 2; exit 9", monkeypatch)
+    monkeypatch.setattr(device, "DEADLINE_S", 600.0)
+    (finding,) = device.check_device(setting)
+    assert finding.state != "silent"
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "words"),
+    [
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9", "fail", "status 9"),
+        ("echo 'Unable to determine the device handle for GPU1: Unknown Error' >&2; exit 255", "fail", "Unknown Error"),
+        ("echo gibberish", "broken", "gibberish"),
+        ("exit 0", "fail", "0 GPUs are here"),
+    ],
+)
+def test_a_failing_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, state: str, words: str
+) -> None:
+    (finding,) = device.check_device(stand_in(tmp_path, script, monkeypatch))
+    assert finding.state == state
+    assert words in finding.found
+
+
+def test_no_nvidia_smi_is_fine_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert device.check_device(Setting())[0].state == "pass"
+    assert device.check_device(Setting(Config(), Path("/run")))[0].state == "pass"
+    wanted = Setting(Config(slurm=SlurmConfig(gpus_per_node=1)), Path("/run"))
+    assert device.check_device(wanted)[0].state == "fail"
+
+
+HOPPER = {"capability": (9, 0), "nvcc": True, "fla_kernels": True}
+BAD = [
+    ("triton_hopper_gradients", {"versions": {"triton": "3.6.0", "fla": "0.6.0"}, **HOPPER}),
+    ("triton_hopper_gradients", {"versions": {"triton": "3.4.0", "fla": "0.6.0"}, **HOPPER}),
+    ("triton_hopper_gradients", {"versions": {"triton": "3.7.0", "tilelang": "0.1.15"}, **HOPPER, "nvcc": False}),
+    ("tilelang_half_installed", {"errors": {"tilelang": "OSError: libz3.so: cannot open shared object file"}}),
+    ("tilelang_half_installed", {"errors": {"fla": "ImportError: z3 library not found"}}),
+    ("transformers_drops_boundaries", {"versions": {"transformers": "5.2.0"}}),
+    ("transformers_drops_boundaries", {"versions": {"transformers": "5.8.1"}}),
+    ("cuda13_old_driver", {"cuda": "13.0", "driver": "575.57.08"}),
+    ("fla_without_pins", {"versions": {"fla": "0.5.0"}, "fla_kernels": True}),
+]
+GOOD = [
+    {"versions": {"triton": "3.7.1", "fla": "0.6.0"}, **HOPPER},
+    {"versions": {"triton": "3.3.1", "fla": "0.6.0"}, **HOPPER},
+    {"versions": {"triton": "3.6.0", "fla": "0.6.0", "tilelang": "0.1.15"}, **HOPPER},
+    {"versions": {"triton": "3.6.0", "fla": "0.6.0"}, **HOPPER, "capability": (8, 0)},
+    {"versions": {"triton": "3.6.0"}, **HOPPER, "fla_kernels": False},
+    {"versions": {"transformers": "5.24.0"}, "cuda": "13.0", "driver": "580.159.04"},
+    {"versions": {"transformers": "5.9.0"}, "cuda": "12.8", "driver": "570.10"},
+    {"errors": {"tilelang": "ImportError: numpy"}},
+    {},
+]
+
+
+@pytest.mark.parametrize(("row", "facts"), BAD)
+def test_known_bad_combinations(row: str, facts: dict[str, object]) -> None:
+    found = known_bad.judge_known_bad(known_bad.Facts(**facts))  # type: ignore[arg-type]
+    assert [(finding.check, finding.state) for finding in found] == [(f"known.{row}", "fail")]
+
+
+@pytest.mark.parametrize("facts", GOOD)
+def test_combinations_that_work(facts: dict[str, object]) -> None:
+    (finding,) = known_bad.judge_known_bad(known_bad.Facts(**facts))  # type: ignore[arg-type]
+    assert finding.state == "pass"
+
+
+def test_every_row_has_a_test_a_source_and_a_date() -> None:
+    assert {row.name for row in known_bad.ROWS} == {name for name, _ in BAD}
+    for row in known_bad.ROWS:
+        assert row.source
+        assert len(row.date) == len("2026-11-30")
+
+
+def test_rows_are_asked_with_what_the_checks_found() -> None:
+    findings = [
+        Finding("import.triton", "pass", "", "", {"package": "triton", "version": "3.6.0", "declared": "3.6.0"}),
+        Finding("import.fla", "pass", "", "", {"package": "fla", "version": "0.6.0", "declared": "0.6.0"}),
+        Finding("import.tilelang", "fail", "", "", {"package": "tilelang", "error": "OSError: libz3.so"}),
+        Finding("torch.backends", "pass", "", "", {"capability": [9, 0], "cuda": "13.0"}),
+        Finding("device.gpus", "pass", "", "", {"gpus": [{"driver_version": "570.1"}]}),
+    ]
+    found = known_bad.check_known_bad(Setting(), findings)
+    assert [finding.check.partition(".")[2] for finding in found] == [
+        "triton_hopper_gradients",
+        "tilelang_half_installed",
+        "cuda13_old_driver",
+    ]
+
+
+def test_sources_of_an_editable_package_are_hashed(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/a.py").write_text("x = 1")
+    before = imports.sources(tmp_path)
+    assert imports.sources(tmp_path) == before
+    (tmp_path / "deep/a.py").write_text("x = 2")
+    assert imports.sources(tmp_path) != before
