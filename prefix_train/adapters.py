@@ -15,12 +15,18 @@ from configs.schema import AdapterConfig
 from prefix_train import anatomy
 from prefix_train.dropout import SeededDropout, seed_of
 
+ADVICE = (
+    "of a model of experts PEFT takes gate_proj, up_proj and down_proj for parts of the experts' fused parameters, "
+    "which get no adapters here: leave these names out"
+)
+
 
 def attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftModel:
     """`model` with adapters on `config.targets` of its language model; everything else is frozen but the mergers.
 
     Initial weights follow from `seed` alone. Mergers go through PEFT's `modules_to_save`, by full name, so that
-    the exported adapter carries them and PEFT loads it back. Raises UserError for a target that matches nothing.
+    the exported adapter carries them and PEFT loads it back. Experts hold fused parameters, not linear modules, and get
+    no adapter; their shared expert does. Raises UserError for a target that matches nothing or more than modules.
     """
     found = anatomy.find(model)
     names = target_names(found, config.targets)
@@ -37,7 +43,9 @@ def attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftMode
         try:
             adapted = get_peft_model(model, lora)
         except ValueError as error:
-            raise UserError(f"adapter.targets: PEFT refuses them for this {type(model).__name__}: {error}") from error
+            raise UserError(
+                f"adapter.targets: PEFT refuses them for this {type(model).__name__} ({error}); {ADVICE}"
+            ) from error
     _refuse_other_targets(model, names)
     if config.dropout > 0:
         _seed_dropouts(adapted)
@@ -66,7 +74,7 @@ def _refuse_other_targets(model: PreTrainedModel, names: list[str]) -> None:
     if wrong := sorted(adapted.symmetric_difference(names)):
         raise UserError(
             f"adapter.targets: PEFT does not adapt what they name in this {type(model).__name__} (see {wrong[0]}); "
-            "in a model of experts leave gate_proj, up_proj and down_proj out"
+            f"{ADVICE}"
         )
 
 

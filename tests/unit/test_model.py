@@ -148,8 +148,27 @@ def test_a_dotted_target_narrows() -> None:
 @pytest.mark.parametrize("targets", [["gate_proj"], ["gate_proj", "up_proj"], ["down_proj", "q_proj"]])
 def test_names_that_peft_takes_for_experts_are_refused(targets: list[str]) -> None:
     """PEFT turns them into other targets, on fused parameters, without a word."""
-    with pytest.raises(UserError, match=r"adapter\.targets: PEFT"):
+    with pytest.raises(UserError, match=r"adapter\.targets: PEFT .* leave these names out"):
         adapters.attach(models.build("qwen3_next"), AdapterConfig(rank=2, targets=targets), 0)
+
+
+@pytest.mark.parametrize("family", sorted(models.FAMILIES))
+def test_default_targets_mean_the_same_modules_in_every_family_or_are_refused(family: str) -> None:
+    """Linear modules of those names, the shared expert's among them, and never a part of the other experts."""
+    base = models.build(family)
+    if family == "qwen3_next":
+        with pytest.raises(UserError, match="leave these names out"):
+            adapters.attach(base, AdapterConfig(rank=2), 0)
+        return
+    names = AdapterConfig().targets
+    linear = {name for name, module in base.get_decoder().named_modules() if isinstance(module, nn.Linear)}
+    wanted = {name for name in linear if name.rpartition(".")[2] in names}
+    trained = {name for name in anatomy.trainable(adapters.attach(base, AdapterConfig(rank=2), 0)) if "lora_" in name}
+    assert {name.split(".lora_")[0].partition("layers.")[2] for name in trained} == {
+        name.partition("layers.")[2] for name in wanted
+    }
+    assert any("gate_proj" in name for name in trained)
+    assert not any(".experts." in name for name in trained)
 
 
 def test_the_shared_expert_is_adapted_where_peft_allows_it() -> None:
