@@ -61,8 +61,11 @@ def check_attempt(run: Path) -> None:
 def write_aside(path: Path, fill: Callable[[BinaryIO], object], *, run: Path | None = None) -> None:
     """Let `fill` write a temporary file beside `path`, sync it, then rename it over `path`.
 
-    With `run` given, a process of an earlier attempt raises StaleAttempt and leaves `path` as it was.
+    With `run` given, a process of an earlier attempt raises StaleAttempt and leaves `path` as it was; where the run
+    folder has been removed, FileNotFoundError is raised and it does not come back.
     """
+    if run is not None and not run.is_dir():
+        raise FileNotFoundError(f"the run folder {run} is gone")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:

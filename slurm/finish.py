@@ -69,8 +69,8 @@ def conclude(run: Path, srun_status: int, per_node: int | None = None) -> Outcom
         return _node_lost(lost, srun_status, ends)
     if failed := sorted((end for end in ends if end.status not in ENDED_WELL), key=_first_cause):
         first = failed[0]
-        ranks = (first.rank,) if first.signal else ()
-        return Outcome(_status(first), f"failed: {_sentence(first)}", _cause(first), ranks)
+        cause = _cause(first)
+        return Outcome(_status(first), f"failed: {_sentence(first)}", cause, (first.rank,) if cause == "died" else ())
     if srun_status:
         return Outcome(srun_status, f"failed: the ranks' launcher ended with status {srun_status}")
     silent = _silent(ends)
@@ -184,6 +184,8 @@ def _lost_connections(end: End) -> bool:
 
 
 def _cause(end: End) -> Cause:
+    if end.signal == signal.SIGTERM.name:
+        return "killed"  # Slurm or a person asked, before the rank could listen
     if end.signal:
         return "died"
     if end.exception and end.exception.rpartition(".")[2] in OUT_OF_MEMORY:

@@ -98,9 +98,19 @@ def _load(document: dict[str, Any]) -> Life:
 
 
 def without(run: Path, lives: Sequence[Life]) -> tuple[str, ...]:
-    """What ExcNodeList has to hold: the user's own exclusions and the nodes at fault."""
-    given = from_run(run).slurm.exclude
-    return (*((given,) if given else ()), *policy.excluded(lives))
+    """What ExcNodeList has to hold: the user's own exclusions, and the nodes at fault if enough others are left.
+
+    A job that can run nowhere would wait for ever: better the same nodes again. Raises NoAnswer.
+    """
+    slurm = from_run(run).slurm
+    given, bad = (slurm.exclude,) if slurm.exclude else (), policy.excluded(lives)
+    if bad and slurm.nodelist:
+        print(f"{', '.join(bad)} cannot be left out: slurm.nodelist says where to run", file=sys.stderr)
+        return given
+    if bad and len(scheduler.partition_nodes() - {*bad, *scheduler.names(*given)}) < slurm.nodes:
+        print(f"{', '.join(bad)} cannot be left out: too few other nodes are up", file=sys.stderr)
+        return given
+    return (*given, *bad)
 
 
 def _judge_last(run: Path, lives: Sequence[Life]) -> tuple[Life, policy.Decision]:

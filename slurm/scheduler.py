@@ -36,15 +36,29 @@ def ask(*argv: str, timeout_s: float = ANSWER_S) -> str:
 
 
 def job_nodes() -> tuple[str, ...]:
-    """Names of this job's nodes, in Slurm's order. Asks no daemon."""
-    return tuple(ask("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split())
+    """Names of this job's nodes, in Slurm's order."""
+    return names(os.environ["SLURM_JOB_NODELIST"])
+
+
+def names(*lists: str) -> tuple[str, ...]:
+    """Names of nodes that Slurm has abbreviated (`node[3,7-9]`). Asks no daemon."""
+    return tuple(name for text in lists for name in ask("scontrol", "show", "hostnames", text).split())
 
 
 def dead_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
     """Those of `nodes` that take no jobs at present, or do not respond."""
-    lines = [line.split() for line in ask("sinfo", "-h", "-N", "-n", ",".join(nodes), "-o", "%N %T").splitlines()]
-    dead = {name for name, state in lines if state.startswith(DEAD) or state.endswith("*")}
+    dead = {name for name, alive in _states("-n", ",".join(nodes)) if not alive}
     return tuple(node for node in nodes if node in dead)
+
+
+def partition_nodes() -> set[str]:
+    """Nodes of this job's partition that take jobs."""
+    return {name for name, alive in _states("-p", os.environ["SLURM_JOB_PARTITION"]) if alive}
+
+
+def _states(*which: str) -> list[tuple[str, bool]]:
+    lines = [line.split() for line in ask("sinfo", "-h", "-N", *which, "-o", "%N %T").splitlines()]
+    return [(name, not state.startswith(DEAD) and not state.endswith("*")) for name, state in lines]
 
 
 def requeue(job: str, exclude: Iterable[str]) -> None:

@@ -38,7 +38,8 @@ def main(run):
     runfolder.write_json(run / "seen" / f"rank{rank}.json", seen)
     beat = heartbeat.Heartbeat(run, rank, world)
     stop = []
-    signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.append(1))
     print(f"rank {rank} of {world} says hello", flush=True)
     for update in range(1, int(config.train.updates) + 1):
         beat.phase("forward", update, 0)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs import runfolder
@@ -33,7 +33,8 @@ class Job:
     @property
     def log(self) -> str:
         """What the batch script and its steps printed."""
-        return (self.run / runfolder.LOGS / f"job-{self.id}.log").read_text()
+        path = self.run / runfolder.LOGS / f"job-{self.id}.log"
+        return path.read_text() if path.exists() else ""  # the job has not begun, or its folder is gone
 
     @property
     def last_line(self) -> str:
@@ -67,10 +68,16 @@ class Job:
             raise
 
 
-def start(lab: Lab, clone: Path, *arguments: str, nodes: int = 2, ranks: int = 1, **environment: str) -> Job:
-    """Submit the stand-in trainer of `clone` on `nodes` x `ranks`."""
+def start(
+    lab: Lab, clone: Path, *arguments: str, nodes: int = 2, ranks: int = 1, within: bool = False, **environment: str
+) -> Job:
+    """Submit the stand-in trainer of `clone` on `nodes` x `ranks`; `within`: from within the lab, with its disks."""
     command, env = submit_command(clone, *_options(arguments, nodes, ranks), **_place(lab), **environment)
-    return _submitted(lab, command, clone, env)
+    if not within:
+        return _submitted(lab, command, clone, env)
+    inside = ["nsenter", "-t", str(lab.pid), "--net", "--pid", "--mount", "--", "env", f"--chdir={clone}"]
+    job = _submitted(lab, [*inside, *command], clone, env)
+    return replace(job, run=lab.within(job.run))
 
 
 def start_real(lab: Lab, folder: Path, *arguments: str, nodes: int = 2, ranks: int = 1, **environment: str) -> Job:

@@ -11,13 +11,20 @@ import pytest
 
 from configs import runfolder
 from tests.slurm import jobs
-from tests.slurm.lab import Lab, LabError
+from tests.slurm.lab import Lab, LabError, wait_for
 from tests.standins import make_clone, seen, submit_command
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_clone(tmp_path_factory.mktemp("source") / "clone")
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with path.open("wb", 0) as stream:
+        while True:
+            stream.write(bytes(65536))
 
 
 def test_job_of_two_nodes_runs_to_its_end_in_a_folder_with_a_hostile_name(
@@ -61,6 +68,44 @@ def test_two_submissions_at_once_and_one_from_within_a_job(lab: Lab, clone: Path
     for job in found:
         job.end("COMPLETED")
         assert job.last_line == "complete"
+
+
+@pytest.mark.slow
+def test_r42_gate_ends_the_job_before_training(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, STANDIN_JUDGE_STATUS="1")
+    job.end("FAILED")
+    assert job.status == 78
+    assert not (job.run / "seen").exists()
+
+
+@pytest.mark.slow
+def test_r42_fails_without_fix(lab: Lab, clone: Path) -> None:
+    """A line of submitit's setup that fails does not end the job by itself."""
+    job = jobs.start(lab, clone, "slurm.setup=['exit() { :; }']", STANDIN_JUDGE_STATUS="1")
+    lab.wait_end(job.id)
+    assert (job.run / "seen").exists()
+
+
+@pytest.mark.slow
+def test_r43_fails_without_fix(lab: Lab, clone: Path) -> None:
+    """Whatever runs after the training gives the job its status, unless that is kept."""
+    job = jobs.start(lab, clone, "slurm.setup=['exit() { :; }']", "model.build.do=five")
+    job.end("COMPLETED")
+
+
+@pytest.mark.slow
+def test_r47_training_without_a_result_is_no_success(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=forget")
+    job.end("FAILED")
+    assert job.status == 1
+    assert job.last_line == "failed: all ranks ended well, but there is no result.json"
+
+
+@pytest.mark.slow
+def test_r47_fails_without_fix(lab: Lab, clone: Path) -> None:
+    """srun's own status is a success."""
+    job = jobs.start(lab, clone, "slurm.setup=['exit() { builtin exit $rc; }']", "model.build.do=forget")
+    job.end("COMPLETED")
 
 
 @pytest.mark.slow
@@ -139,3 +184,81 @@ def test_scontrol_that_never_answers_leaves_the_job_with_its_status_and_a_way_to
     assert job.status == runfolder.STOPPED
     assert "could not begin again: scontrol requeue" in job.last_line
     assert job.last_line.endswith(f"to go on: python -m slurm.submit {job.run}")
+
+
+@pytest.mark.slow
+def test_time_limit_has_the_job_saved_and_begun_again(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=600", "slurm.time=2", "slurm.signal_delay_s=50")
+    job.wait_life(1, seconds=150)
+    first = job.lives[0]
+    assert first.cause == "stopped"
+    assert 5 < first.update < 90
+    assert "stopped as asked, with a checkpoint; begins again from update" in job.log
+    assert "CANCELLED AT" not in job.log.partition("stopped as asked")[0]
+
+
+@pytest.mark.slow
+def test_preempted_job_saves_within_its_grace_and_begins_again(lab: Lab, clone: Path, tmp_path: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25", "slurm.partition=low", nodes=4)
+    job.wait_update(2)
+    lab.run("sbatch", "-p", "main", "-N4", "--exclusive", "-o", tmp_path / "other.log", "--wrap", "sleep 3")
+    job.wait_life(1)
+    job.end("COMPLETED")
+    assert [life.cause for life in job.lives] == ["stopped", "complete"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["node1", "node2"])
+def test_node_that_dies_is_left_out(lab: Lab, clone: Path, node: str) -> None:
+    """With the first node goes the batch script: the next life finds out, and goes elsewhere."""
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=40", ranks=2)
+    job.wait_update(3)
+    lab.node_kill(node)
+    job.wait_life(1)
+    job.end("COMPLETED")
+    first, second = job.lives
+    assert (first.cause, first.culprits, first.excluded) == ("node", (node,), (node,))
+    assert first.update >= 3
+    assert node not in second.nodes
+
+
+@pytest.mark.slow
+def test_ranks_that_outlive_their_slurmd_may_not_touch_the_next_life(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=60")
+    job.wait_update(3)
+    lab.slurmd_kill("node2")
+    wait_for(lambda: lab.state(job.id) == "PENDING", "the job's requeue")
+    assert lab.processes("node2", "slurm.rank")
+    job.wait_life(1)
+    job.end("COMPLETED")
+    assert "StaleAttempt: attempt 0 may not write into" in (job.run / "logs" / "rank1.log").read_text()
+    assert lab.processes("node2", "slurm.rank") == []
+    assert "node2" not in job.lives[1].nodes
+    assert seen(job.run, 1)["environment"]["SLURMD_NODENAME"] != "node2"
+    ends = [json.loads((job.run / "logs" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert {(end["attempt"], end["status"]) for end in ends} == {(1, 0)}
+
+
+@pytest.mark.slow
+def test_full_disk_ends_the_job(lab: Lab, clone: Path) -> None:
+    """The run folder is on a small disk that only the lab has, so what submits runs within the lab."""
+    small = lab.root / "small"
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=60", f"run_root={small}/runs", within=True)
+    job.wait_update(3)
+    with pytest.raises(OSError, match="No space left"):
+        fill(lab.within(small) / "filler")
+    job.end("FAILED")
+    assert job.status != 0
+    assert lab.job(job.id)["Restarts"] == "0"
+
+
+@pytest.mark.slow
+def test_run_folder_that_is_removed_ends_the_job(lab: Lab, clone: Path, tmp_path: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=60", f"run_root={tmp_path}")
+    job.wait_update(3)
+    job.run.rename(tmp_path / "elsewhere")
+    assert lab.wait_end(job.id) == "FAILED"
+    log = (tmp_path / "elsewhere" / "logs" / f"job-{job.id}.log").read_text()
+    assert f"failed: the run folder {job.run} is gone" in log.splitlines()
+    assert not job.run.exists(), "nothing is to bring it back"
+    assert lab.job(job.id)["Restarts"] == "0"

@@ -36,3 +36,55 @@ def test_training_on_two_nodes_of_two_ranks(lab: Lab, folder: Path) -> None:
     assert list(jobs.losses(job.run)) == list(range(1, 21))
     report = (job.run / "preflight" / "0" / "report.txt").read_text()
     assert report.startswith("PASS: 2 node(s)")
+
+
+def test_r42_gate_stops_the_job_before_training_and_names_node_and_reason(
+    lab: Lab, folder: Path, tmp_path: Path
+) -> None:
+    job = jobs.start_real(lab, folder, f"slurm.setup=['{plant(tmp_path)}']")
+    job.end("FAILED")
+    assert job.status == 78
+    assert job.last_line.startswith("failed: preflight: FAIL node2: fail: import.peft: peft")
+    assert "0.1.0" in job.last_line
+    assert "training did not start" in job.last_line
+    report = (job.run / "preflight" / "0" / "report.txt").read_text().splitlines()
+    assert report[0] in job.last_line
+    assert not list((job.run / runfolder.HEARTBEAT).iterdir())
+    assert not list((job.run / "submitit").glob("*_log.out"))
+
+
+@pytest.mark.slow
+def test_unfit_node_is_left_out_once_where_that_is_asked_for(lab: Lab, folder: Path, tmp_path: Path) -> None:
+    job = jobs.start_real(
+        lab,
+        folder,
+        *SLOW_START,
+        f"slurm.setup=['{plant(tmp_path)}']",
+        "preflight.on_bad_node=exclude",
+        "train.updates=2",
+    )
+    job.end("COMPLETED")
+    first, second = job.lives
+    assert (first.cause, first.nodes, first.excluded) == ("gate", ("node1", "node2"), ("node2",))
+    assert (second.cause, second.nodes) == ("complete", ("node1", "node3"))
+    assert "begins again once, without node2" in job.log
+
+
+@pytest.mark.slow
+def test_stopped_in_the_middle_and_begun_again_it_has_the_losses_of_an_unbroken_run(lab: Lab, folder: Path) -> None:
+    """The warning before the time limit, sent by hand so that it falls into the training."""
+    common = (*SLOW_START, "preflight.enabled=false", "train.updates=40")
+    broken = jobs.start_real(lab, folder, *common)
+    unbroken = jobs.start_real(lab, folder, *common, "slurm.exclude=node1")
+    broken.wait_update(5)
+    lab.run("scancel", "--signal=USR2", broken.id)
+    for job in (broken, unbroken):
+        job.end("COMPLETED")
+    first, second = broken.lives
+    assert first.cause == "stopped"
+    assert 5 <= first.update < 40
+    assert second.cause == "complete"
+    assert len(unbroken.lives) == 1
+    assert jobs.losses(broken.run) == jobs.losses(unbroken.run)
+    hashes = [runfolder.read_json(job.run / runfolder.RESULT)["hash_after"] for job in (broken, unbroken)]
+    assert hashes[0] == hashes[1]
