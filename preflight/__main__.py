@@ -16,7 +16,7 @@ from configs import runfolder
 from configs.console import make_app, print_json, run
 from configs.errors import UserError
 from configs.schema import Config
-from preflight import report
+from preflight import pairs, report
 from preflight.environment import without_secrets
 from preflight.judge import Verdict, judge
 from preflight.states import Finding, NodeReport
@@ -53,10 +53,30 @@ def run_command(
     return _print(judge([found], [found.node], options.allow), as_json)
 
 
+@app.command("collectives")
+def collectives_command(
+    run_folder: Annotated[Path, typer.Argument(help="Run folder.")],
+    spawn: Annotated[int, typer.Option(help="Start so many ranks on this machine instead of being one.")] = 0,
+) -> int:
+    """Test the collectives as one rank; start it once per rank: srun python -m preflight collectives RUN."""
+    from preflight import ranks
+
+    if spawn:
+        ranks.forget(_folder(run_folder))
+        ranks.spawn(run_folder, spawn)
+        found = pairs.judge_ranks(ranks.read(_folder(run_folder)), spawn, dict.fromkeys(range(spawn), "this machine"))
+        for node, finding in found:
+            print(f"{finding.state}: {node}: {finding.check}: {finding.found}")
+        return 0 if all(finding.state == "pass" for _, finding in found) else 1
+    seconds = _config(run_folder)[0].preflight.collective_deadline_s
+    return 0 if ranks.test_rank(_folder(run_folder), run_folder, seconds).done else 1
+
+
 @app.command("judge")
 def judge_command(
     run_folder: Annotated[Path, typer.Argument(help="Run folder.")],
     nodes: Annotated[str, typer.Option(help="Nodes that should have answered, separated by commas.")] = "",
+    ranks: Annotated[int, typer.Option(help="Ranks whose collective test should have answered; 0: none.")] = 0,
     as_json: Json = False,
 ) -> int:
     """Compare all nodes' files and write report.txt, report.json and report.html."""
@@ -71,7 +91,8 @@ def judge_command(
     config, broken = _config(run_folder)
     if broken:
         reports.append(NodeReport("judge", tuple(broken)))
-    verdict = judge(reports, expected, config.preflight.allow, received=time.time())
+    between = _between(folder, ranks, expected, config) if ranks else []
+    verdict = judge(reports, expected, config.preflight.allow, received=time.time(), between=between)
     runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
     runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
     runfolder.write_text(folder / "report.txt", report.text(verdict), run=run_folder)
@@ -87,6 +108,15 @@ def show_command(run_folder: Annotated[Path, typer.Argument(help="Run folder.")]
     shown = path.read_text(encoding="utf-8")
     sys.stdout.write(shown)
     return 0 if shown.startswith("PASS") else 1
+
+
+def _between(folder: Path, ranks: int, nodes: list[str], config: Config) -> list[tuple[str, Finding]]:
+    """What the collective test says of each node. Ranks are dealt to nodes in order, as Slurm does by default."""
+    from preflight.ranks import read
+
+    per_node = max(1, ranks // max(1, len(nodes)))
+    node_of = {rank: nodes[min(rank // per_node, len(nodes) - 1)] for rank in range(ranks)} if nodes else {}
+    return pairs.judge_ranks(read(folder), ranks, node_of, config.preflight.min_pair_gib_s)
 
 
 def _config(run_folder: Path | None) -> tuple[Config, list[Finding]]:
