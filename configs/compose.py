@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -133,8 +134,10 @@ def _fields(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
 def _read_file(path: Path) -> list[Setting]:
     try:
         text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}") from error
     return _read_text(text, str(path))
@@ -189,6 +192,8 @@ def _parse(text: str, source: str) -> yaml.Node | None:
         raise UserError(f"{source}{line}: not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source}: not YAML: {error}") from error
+    except RecursionError:
+        raise UserError(f"{source}: nested too deeply") from None
     return node
 
 
@@ -243,9 +248,17 @@ def _convert(setting: Setting, kind: Any, inside: list[str]) -> Any:
     text = _text(node, where)
     if get_origin(kind) is Literal and text not in get_args(kind):
         raise UserError(f"{where}: {text!r} is not one of {', '.join(get_args(kind))}")
-    if kind is float and text.strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
+    if kind is float and not _may_be_finite(text):
         raise UserError(f"{where}: {text!r} is not a finite number")
     return _escape(text)
+
+
+def _may_be_finite(text: str) -> bool:
+    """False for nan, inf and what is too large for a float; what is no number at all is left to OmegaConf."""
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return True
 
 
 def _flow(node: yaml.Node, where: str) -> yaml.Node:
@@ -258,7 +271,12 @@ def _flow(node: yaml.Node, where: str) -> yaml.Node:
 def _text(node: yaml.Node, where: str) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise UserError(f"{where}: expected one value, not a list or a mapping")
-    return str(node.value)
+    text = str(node.value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {text!r} is not UTF-8 at character {error.start + 1}") from error
+    return text
 
 
 def _list(node: yaml.Node, where: str) -> list[str]:
@@ -287,7 +305,7 @@ def _natural(node: yaml.Node, where: str, above: tuple[yaml.Node, ...] = ()) -> 
     if isinstance(node, yaml.MappingNode):
         items = _items(node, where)
         return {name: _natural(value, where, (*above, node)) for name, value, _ in items}
-    text = str(node.value)
+    text = _text(node, where)
     if node.style is not None:
         return text
     if text in _YAML12_WORDS or text in ("null", "Null", "NULL", "~"):

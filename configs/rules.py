@@ -11,16 +11,16 @@ from configs.errors import UserError
 from configs.schema import Config
 
 AT_LEAST: dict[str, float] = {
+    "seed": 0,
+    "model.seed": 0,
     "pack.max_positions": 1,
     "pack.min_shared": 1,
     "pack.packs_per_update": 1,
     "pack.examples_per_update": 1,
     "data.max_example_tokens": 1,
     "adapter.rank": 1,
-    "train.lr": 0,
     "train.warmup_updates": 0,
     "train.updates": 1,
-    "train.eps": 0,
     "train.weight_decay": 0,
     "train.clip_norm": 0,
     "train.loss_chunk_rows": 1,
@@ -30,7 +30,12 @@ AT_LEAST: dict[str, float] = {
     "evaluate.every": 0,
     "evaluate.examples": 1,
     "evaluate.max_new_tokens": 1,
+    "evaluate.chance": 0,
     "verify.examples": 0,
+    "verify.mean_loss": 0,
+    "verify.example_mean": 0,
+    "verify.example_max": 0,
+    "verify.gradient": 0,
     "watch.factor": 1,
     "preflight.deadline_s": 1,
     "slurm.nodes": 1,
@@ -41,7 +46,10 @@ AT_LEAST: dict[str, float] = {
     "slurm.max_requeues": 0,
 }
 ABOVE_ZERO = (
+    "adapter.alpha",
+    "train.lr",
     "train.epochs",
+    "train.eps",
     "watch.poll_s",
     "watch.load_s",
     "watch.first_update_s",
@@ -50,6 +58,7 @@ ABOVE_ZERO = (
     "watch.evaluate_s",
     "watch.sample_gap_s",
 )
+AT_MOST: dict[str, float] = {"model.seed": 2**64 - 1, "evaluate.chance": 1}
 FRACTIONS = ("adapter.dropout", "train.beta1", "train.beta2")
 
 DEADLINES = ("load_s", "first_update_s", "floor_s", "save_s", "evaluate_s")
@@ -103,6 +112,9 @@ def _ranges(config: Config) -> Iterator[str]:
         value = attrgetter(key)(config)
         if value is not None and value <= 0:
             yield f"{key} is {value}: give more than 0"
+    for key, most in AT_MOST.items():
+        if (value := attrgetter(key)(config)) is not None and value > most:
+            yield f"{key} is {value}: give {most} or less"
     for key in FRACTIONS:
         if not 0 <= (value := attrgetter(key)(config)) < 1:
             yield f"{key} is {value}: give a number from 0 up to, not including, 1"

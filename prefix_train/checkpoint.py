@@ -186,7 +186,7 @@ def verify(folder: Path) -> None:
         entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder / MANIFEST} is missing{advice}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged ({error!r}){advice}") from error
     check_names(f"{folder / MANIFEST}", entries, (MODEL, OPTIMIZER, RANDOM, STATE))
     for name, (size, expected) in entries.items():
@@ -297,7 +297,9 @@ def _prune(run: Path, keep: int) -> None:
     for folder in complete(run)[:-keep]:
         folder.rename(folder.with_name(f"{folder.name}.old.tmp"))
     for folder in _entries(run):
-        if folder.name.endswith(".tmp"):
+        if folder.is_symlink() and folder.name.endswith(".tmp"):
+            folder.unlink()  # a checkpoint that somebody moved elsewhere: what is there stays
+        elif folder.name.endswith(".tmp"):
             shutil.rmtree(folder)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import Any, ClassVar
 
 import numpy as np
@@ -156,10 +157,11 @@ class Layout:
 
         lengths: tokens of each segment, at least 1. parents: index of each segment's parent, -1 for a root.
         width: of the model's causal convolution. group: most segments of one recurrent call.
-        Raises ValueError where lengths and parents do not describe a forest in depth-first order.
+        Raises ValueError where lengths and parents do not describe a forest in depth-first order, TypeError for a
+        number that is no integer.
         """
         layout = cls()
-        layout.lengths, layout.parents = tuple(map(int, lengths)), tuple(map(int, parents))
+        layout.lengths, layout.parents = tuple(map(index, lengths)), tuple(map(index, parents))
         layout.width = width
         layout._check(group)
         layout._lay_out_segments()

@@ -218,6 +218,29 @@ def test_the_newest_are_kept_and_numbers_are_not_text(tmp_path: Path, life: Life
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
 
 
+def test_a_checkpoint_moved_elsewhere_is_read_and_its_target_stays(tmp_path: Path, life: Life) -> None:
+    """A link from `checkpoints/` to another disk."""
+    folder, elsewhere = life.save(tmp_path, 1), tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    assert checkpoint.latest(tmp_path) == folder
+    newer = life.save(tmp_path, 2, replace(CONFIG, train=TrainConfig(keep_checkpoints=1)))
+    assert list((tmp_path / "checkpoints").iterdir()) == [newer]
+    checkpoint.verify(elsewhere)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "null", '{"files": []}', None])
+def test_a_manifest_that_is_none(tmp_path: Path, life: Life, content: str | None) -> None:
+    manifest = life.save(tmp_path, 1) / checkpoint.MANIFEST
+    manifest.unlink()
+    if content is None:
+        manifest.mkdir()
+    else:
+        manifest.write_text(content)
+    with pytest.raises(TensorError, match=r"manifest.json is damaged .*; move .*update-000001 away"):
+        checkpoint.latest(tmp_path)
+
+
 @pytest.mark.parametrize(
     "name", [checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.RANDOM, checkpoint.STATE, checkpoint.MANIFEST]
 )

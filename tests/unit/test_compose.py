@@ -162,6 +162,12 @@ def test_numbers_and_switches(base: Path) -> None:
         ("=1", "unknown key"),
         ("train.lr=fast", "train.lr: Value 'fast'"),
         ("train.lr=nan", "not a finite number"),
+        ("train.clip_norm=1e999", "not a finite number"),
+        ("watch.factor= +Infinity", "not a finite number"),
+        ("verify.gradient=-1_0e400", "not a finite number"),
+        ("model.build=" + "[" * 3000, "nested too deeply"),
+        ("run_root=a\udcff", "run_root: 'a\\udcff' is not UTF-8 at character 2"),
+        ("model.build.name=\udcff", "is not UTF-8"),
         ("train.updates=1e3", "train.updates: Value '1e3'"),
         ("train.updates=1.5", "train.updates: Value '1.5'"),
         ("memory.recompute=maybe", "memory.recompute: Value 'maybe'"),
@@ -190,6 +196,7 @@ def test_mistake_in_override(base: Path, override: str, says: str) -> None:
         ("a: b: c\n", ":1: not YAML"),
         ("- 1\n", ":1: expected `section:`"),
         ("? [a]\n: 1\n", "not text"),
+        ("model:\n  build: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
     ],
 )
 def test_mistake_in_file(tmp_path: Path, yaml_text: str, says: str) -> None:
@@ -205,6 +212,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff\n")
     assert "not UTF-8 at byte 6" in mistake(load, tmp_path / "latin.yaml")
     assert "not a run folder" in mistake(from_run, tmp_path)
+    assert "cannot be read: Is a directory" in mistake(load, tmp_path)
+    assert "cannot be read: Not a directory" in mistake(load, tmp_path / "latin.yaml" / "x")
+    assert "cannot be read: File name too long" in mistake(load, tmp_path / ("x" * 300))
 
 
 def test_empty_file_is_all_defaults_and_names_what_is_needed(tmp_path: Path) -> None:
@@ -253,6 +263,14 @@ BROKEN = [
     (["train.keep_checkpoints=0"], "train.keep_checkpoints is 0: give 1 or more"),
     (["adapter.dropout=1"], "adapter.dropout is 1.0"),
     (["adapter.targets=[]"], "adapter.targets is empty"),
+    (["seed=-1"], "seed is -1: give 0 or more"),
+    (["model.seed=-1"], "model.seed is -1: give 0 or more"),
+    (["model.seed=18446744073709551616"], "model.seed is 18446744073709551616: give 18446744073709551615 or less"),
+    (["adapter.alpha=0"], "adapter.alpha is 0.0: give more than 0"),
+    (["train.lr=0"], "train.lr is 0.0: give more than 0"),
+    (["train.eps=0"], "train.eps is 0.0: give more than 0"),
+    (["evaluate.chance=10"], "evaluate.chance is 10.0: give 1 or less"),
+    (["verify.gradient=-1"], "verify.gradient is -1.0: give 0 or more"),
     (["evaluate.every=5"], "give data.heldout"),
     (["verify.examples=5"], "give data.heldout"),
     (["memory.offload=some"], "memory.offload is 'some'"),
@@ -287,7 +305,7 @@ def test_rules_of_sbatch_do_not_bind_other_clusters(base: Path) -> None:
 
 
 def test_every_limited_option_exists() -> None:
-    assert {*rules.AT_LEAST, *rules.ABOVE_ZERO, *rules.FRACTIONS} <= set(options())
+    assert {*rules.AT_LEAST, *rules.AT_MOST, *rules.ABOVE_ZERO, *rules.FRACTIONS} <= set(options())
     assert {f"watch.{name}" for name in rules.DEADLINES} <= set(options())
     assert {f"slurm.{name}" for name in rules.SLURM_TEXT} <= set(options())
 

@@ -6,6 +6,7 @@ import pickle
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -169,6 +170,10 @@ def test_bad_forests_are_refused(lengths: list[int], parents: list[int], says: s
         Layout.from_tree(lengths, parents)
     with pytest.raises(ValueError, match="width is 0"):
         Layout.from_tree([1], [-1], width=0)
+    assert Layout.from_tree(np.array([2, 1]), torch.tensor([-1, 0])).lengths == (2, 1)  # type: ignore[arg-type]
+    for bad in ([2.7], ["2"], np.array([2.0])):
+        with pytest.raises(TypeError):
+            Layout.from_tree(bad, [-1])  # type: ignore[arg-type]
 
 
 class Transfers(TorchDispatchMode):
