@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from configs import runfolder
+from configs import compose, runfolder
 from configs.errors import UserError
 from prefix_train import digits, tiny
 
@@ -108,6 +108,29 @@ def test_lengths_are_as_documented(folder, start, tokens):
     assert prompts[0] == prompts[1]
     with Image.open(folder / first["messages"][-2]["content"][0]["image"]) as image:
         assert processor.image_processor(image)["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_the_demonstrations_run_says_what_is_so(folder):
+    """What the comments of configs/digits.yaml claim about sizes."""
+    config = compose.load(Path(__file__).parents[2] / "configs/digits.yaml")
+    assert (config.ranks, config.data.prepare, config.train.trainable) == (2, "digits", "all")
+    model = tiny.build_model(config.model.build, config.model.seed)
+    kinds = model.config.text_config.layer_types
+    assert (kinds.count("linear_attention"), kinds.count("full_attention")) == (6, 2)
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e6, 1) == 1.2
+    processor = tiny.build_processor(model.config)
+    found = rows(folder / digits.HELDOUT)
+    for (first, second), prefix, members in (((found[0], found[2]), 1531, 49), ((found[1], found[3]), 982, 72)):
+        ids = []
+        for row in (first, second):
+            text = processor.apply_chat_template(row["messages"])
+            ids.append(processor.tokenizer(text.replace("<|image_pad|>", "<|image_pad|>" * 4)).input_ids)
+        # The prefix ends before the item's own image; what follows is the image, the frame and the answer.
+        image = len(ids[0]) - ids[0][::-1].index(processor.image_token_id) - 4
+        assert image == prefix
+        assert {len(ids[0]), len(ids[1])} == {prefix + 24}
+        assert prefix + members * 24 <= config.pack.max_positions < prefix + (members + 1) * 24
+    assert config.evaluate.max_new_tokens >= 13
 
 
 def test_instructions_show_answers_as_the_data_has_them(folder):
