@@ -97,6 +97,42 @@ def budget_command(where: Where, overrides: Overrides = None, as_json: Json = Fa
     answer(budget.summary(found), budget.describe(found), as_json)
 
 
+@app.command("kernels")
+def kernels_command(
+    where: Where,
+    overrides: Overrides = None,
+    prove: Annotated[bool, typer.Option("--prove", help="Run every kernel of the job and count searches.")] = False,
+    pins: Annotated[Path | None, typer.Option(help="Folder of pins.", envvar="FLA_CONFIG_DIR")] = None,
+    as_json: Json = False,
+) -> int:
+    """Which kernels of the job are pinned; with --prove, that none searches. Example: prefix-train kernels C --prove"""
+    from prefix_train import kernels
+
+    if not prove:
+        print(kernels.use_pins(pins))
+        return 0
+    found = kernels.prove(read(where, overrides), pins)
+    answer(found, kernels.describe(found), as_json)
+    return 0 if found["passed"] else 1
+
+
+@app.command("tune")
+def tune_command(
+    where: Where,
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write; configs/fla/<GPU> by default.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Search once for every kernel of the job, on this GPU, write the pins and prove them in a fresh process."""
+    from prefix_train import kernels, tune
+
+    found = tune.tune(read(where, overrides), out)
+    proof = tune.prove(where, overrides or [], Path(found["folder"]))
+    text = f"{found['folder']}: {len(found['kernels'])} kernels from {found['searches']} searches, {found['seconds']} s"
+    answer({**found, "proof": proof}, f"{text}\n{kernels.describe(proof)}", as_json)
+    return 0 if proof["passed"] else 1
+
+
 @app.command("train")
 def train_command(run_folder: RunFolder) -> int:
     """Train a run folder as the rank that RANK and WORLD_SIZE name; `python -m slurm.submit` starts all ranks."""

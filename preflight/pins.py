@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from configs import kernel_pins
+from configs.schema import ModelConfig
 from preflight.programs import ask
 from preflight.setting import Setting
 from preflight.states import Finding
@@ -18,10 +21,17 @@ RETUNE = "run `prefix-train tune CONFIG` on such a GPU and commit what it writes
 def needed(setting: Setting, findings: Sequence[Finding]) -> str | None:
     """The GPU model whose pins the job needs, None where no kernel of the job searches."""
     torch = next((finding.facts for finding in findings if finding.check == "torch.backends"), {})
-    devices = torch.get("devices") or []
-    if not devices or not setting.wants_gpus or setting.config.model.deltanet == "reference":
+    devices, model = torch.get("devices") or [], setting.config.model
+    if not devices or not setting.wants_gpus or model.deltanet == "reference" or not has_delta_net(model):
         return None
     return str(devices[0])
+
+
+def has_delta_net(model: ModelConfig) -> bool:
+    """Whether the model has Gated DeltaNet layers, whose kernels search; told by its configuration's text."""
+    config = Path(model.path or "") / "config.json"
+    text = json.dumps(model.build) if not model.path else config.read_text() if config.is_file() else ""
+    return re.search(r"qwen3_(5|next)|linear_attention", text) is not None
 
 
 def check_pins(setting: Setting, findings: Sequence[Finding]) -> list[Finding]:

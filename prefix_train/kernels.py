@@ -1,0 +1,225 @@
+"""Kernels that search for their fastest configuration: which a job launches, what is pinned, and the proof.
+
+A search takes seconds to minutes per kernel and memory that a full pack does not leave. So the winners are recorded
+(`prefix-train tune`, `configs/kernel_pins.py`), used by every rank, and proved: all kernels of the job run at their
+real widths, in every length bucket that its packs can reach, and searches are counted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs import kernel_pins
+from configs.errors import UserError
+from configs.schema import Config
+from prefix_train import budget, lengths
+from prefix_train.deltanet import resolve_kernels, tree_conv, tree_delta_rule
+from prefix_train.geometry import Geometry, read_config
+from prefix_train.layout import CHUNK, Layout
+
+MODULES = ("fla.modules.causal_conv1d", "fla.modules.norm.l2norm", "fla.ops.gated_delta_rule")
+"""What holds the kernels of `flash_linear`."""
+
+BUCKET = 65536
+"""Rows (tokens x heads) of one length bucket: FLA's key `NB` of its L2 norm (fla/modules/norm/l2norm.py of 0.6.0)."""
+
+SHARE = 2 * CHUNK
+"""Tokens of each of the two continuations in a trial."""
+
+
+@dataclass
+class Launches:
+    """What ran while `watched`: every kernel that could search, by name, and how often each did."""
+
+    autotuners: dict[str, Any] = field(default_factory=dict)
+    searches: Counter[str] = field(default_factory=Counter)
+
+
+def versions() -> dict[str, str]:
+    """The imported Triton and FLA. UserError where they cannot be imported."""
+    try:
+        return {name: str(importlib.import_module(name).__version__) for name in ("triton", "fla")}
+    except ImportError as error:
+        raise UserError(f"kernel pins need Triton and flash-linear-attention: {error}") from error
+
+
+def use_pins(pins: Path | None = None) -> str:
+    """Let every kernel of this process use its pinned configuration; says what was done, in one line.
+
+    pins: a folder, by default that of this GPU's model. Where it is not whole or not made for what is here nothing is
+    pinned, and the line says why. Must come before `fla` is imported: FLA reads its mode once.
+    """
+    if not torch.cuda.is_available():
+        return "kernels: no CUDA device, nothing to pin"
+    gpu = torch.cuda.get_device_name()
+    pins = pins or kernel_pins.folder(gpu)
+    if not pins.is_dir():
+        return f"kernels: none pinned for {gpu} ({pins} does not exist): each searches once"
+    if "fla" in sys.modules and os.environ.get("FLA_CACHE_MODE") != "default":
+        raise RuntimeError("fla was imported before its pins could be set")
+    os.environ |= kernel_pins.environment(pins)
+    found = versions()
+    if wrong := kernel_pins.problems(pins, gpu, found):
+        del os.environ["FLA_CONFIG_DIR"]
+        reasons = "; ".join(f"{kernel}: {why}" for kernel, why in wrong.items())
+        return f"kernels: not pinned ({reasons}): each searches once"
+    listed = kernel_pins.read_list(pins)["kernels"]
+    pin_plain([kernel for kernel, entry in listed.items() if entry["kind"] == "triton"], pins)
+    return f"kernels: {len(listed)} pinned for {gpu}, Triton {found['triton']}"
+
+
+def pin_plain(kernels: Sequence[str], pins: Path) -> None:
+    """Make each kernel's recorded winner its only configuration. UserError names one that does not exist."""
+    import triton
+
+    here = dict(autotuners())
+    for kernel in kernels:
+        if kernel not in here:
+            raise UserError(f"{pins}: {kernel} is pinned, but no such kernel is here: run `prefix-train tune` again")
+        config = kernel_pins.read_config(pins, kernel)
+        rest = {name: config[name] for name in ("num_warps", "num_stages", "num_ctas")}
+        here[kernel].configs = [triton.Config(config["kwargs"], **rest)]
+        here[kernel].cache.clear()
+
+
+def autotuners() -> Iterator[tuple[str, Any]]:
+    """Every kernel under an autotuner in what MODULES have imported, by the name of its function."""
+    from triton.runtime.autotuner import Autotuner
+
+    for module in MODULES:
+        importlib.import_module(module)
+    for name in sorted(name for name in sys.modules if name.startswith("fla.")):
+        for value in list(vars(sys.modules[name]).values()):
+            while value is not None and type(value).__module__.startswith(("triton.", "fla.")):
+                if isinstance(value, Autotuner):
+                    yield name_of(value), value
+                    break
+                value = getattr(value, "fn", None)
+
+
+def name_of(autotuner: Any) -> str:
+    """The name of the function that an autotuner wraps."""
+    return str(autotuner.base_fn.__name__)
+
+
+def kind_of(autotuner: Any) -> str:
+    """`fla`: reads pins itself; `triton`: does not."""
+    return "fla" if type(autotuner).__name__ == "CachedAutotuner" else "triton"
+
+
+@contextmanager
+def watched() -> Iterator[Launches]:
+    """Record every launch under an autotuner, and every search: Triton prunes configurations only to search them."""
+    from triton.runtime.autotuner import Autotuner
+
+    launches = Launches()
+    run, prune = Autotuner.run, Autotuner.prune_configs
+
+    def watch_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launches.autotuners[name_of(self)] = self
+        return run(self, *args, **kwargs)
+
+    def watch_prune(self: Any, kwargs: Any) -> Any:
+        launches.searches[name_of(self)] += 1
+        return prune(self, kwargs)
+
+    Autotuner.run, Autotuner.prune_configs = watch_run, watch_prune
+    try:
+        yield launches
+    finally:
+        Autotuner.run, Autotuner.prune_configs = run, prune
+
+
+def searching_kernels(config: Config, device: torch.device) -> Geometry | None:
+    """The model's sizes, where its layers run kernels that search; else None."""
+    geometry = Geometry.of(read_config(config.model))
+    if not geometry.count("linear_attention") or resolve_kernels(config.model.deltanet, device) != "fla":
+        return None
+    return geometry
+
+
+def buckets(geometry: Geometry, most: int) -> list[int]:
+    """Tokens, ascending, one number for each length bucket that packs of up to `most` positions can reach."""
+    heads = int(geometry.text["linear_num_key_heads"])
+    least, count = 2 * SHARE + CHUNK, -(-most * heads // BUCKET)
+    return sorted({max(least, min(most, bucket * BUCKET // heads)) for bucket in range(1, count + 1)})
+
+
+def trial(config: Config, geometry: Geometry, tokens: int, device: torch.device) -> None:
+    """Forward and backward of one Gated DeltaNet layer's kernels over a prefix and two continuations."""
+    sizes = geometry.text
+    heads, value_heads = int(sizes["linear_num_key_heads"]), int(sizes["linear_num_value_heads"])
+    width, value_width = int(sizes["linear_key_head_dim"]), int(sizes["linear_value_head_dim"])
+    tree = [tokens - 2 * SHARE, SHARE, SHARE], [-1, 0, 0]
+    layout = Layout.from_tree(*tree, width=int(sizes["linear_conv_kernel_dim"])).to(device)
+    dtype = getattr(torch, config.model.dtype)
+    channels = 2 * geometry.linear_key_width + geometry.linear_value_width
+    weight = torch.randn(channels, layout.width, dtype=dtype, device=device) / layout.width
+    weight.requires_grad_(config.train.trainable == "all")
+    mixed = torch.randn(tokens, channels, dtype=dtype, device=device, requires_grad=True)
+    convolved = tree_conv(mixed, weight, None, layout, kernels="fla")[None]
+    parts = torch.split(convolved, [geometry.linear_key_width] * 2 + [geometry.linear_value_width], dim=-1)
+    query, key = (part.reshape(1, tokens, heads, width) for part in parts[:2])
+    value = parts[2].reshape(1, tokens, value_heads, value_width)
+    decay = torch.full((1, tokens, value_heads), -0.05, device=device, requires_grad=True)
+    beta = torch.full((1, tokens, value_heads), 0.5, dtype=dtype, device=device, requires_grad=True)
+    out = tree_delta_rule(query, key, value, decay, beta, layout, kernels="fla")
+    out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+
+
+def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
+    """Run every kernel of the job and count searches, with the memory that the run's largest pack leaves.
+
+    Returns {passed, said, launched, searches, problems}. Must run in a process that has not imported `fla`.
+    """
+    said = use_pins(pins)
+    device = torch.device("cuda", 0)
+    geometry = searching_kernels(config, device) if torch.cuda.is_available() else None
+    if geometry is None:
+        return {"passed": True, "said": said, "launched": [], "searches": {}, "problems": {}}
+    pins = pins or kernel_pins.folder(torch.cuda.get_device_name())
+    leave_what_a_pack_leaves(config, geometry, device)
+    wrong: dict[str, str] = {}
+    with watched() as launches:
+        try:
+            for tokens in buckets(geometry, config.pack.max_positions):
+                trial(config, geometry, tokens, device)
+        except torch.OutOfMemoryError as error:
+            wrong["memory"] = str(error).splitlines()[0]
+    wrong |= {kernel: f"searched {count} times" for kernel, count in sorted(launches.searches.items())}
+    listed = set(kernel_pins.read_list(pins)["kernels"]) if (pins / kernel_pins.LIST).is_file() else set()
+    # An autotuner of one configuration has nothing to search and needs no pin.
+    launched = {name for name, autotuner in launches.autotuners.items() if name in listed or len(autotuner.configs) > 1}
+    wrong |= dict.fromkeys(sorted(launched - listed - wrong.keys()), "launched, but not pinned")
+    if not wrong:
+        wrong |= dict.fromkeys(sorted(listed - launched), "pinned, but not launched: made for another set")
+    return {"passed": not wrong, "said": said, "launched": sorted(launched), "searches": dict(launches.searches),
+            "problems": wrong}  # fmt: skip
+
+
+def leave_what_a_pack_leaves(config: Config, geometry: Geometry, device: torch.device) -> None:
+    """Limit this process to the device's memory less the largest pack's, but for the layer that runs here."""
+    planned = lengths.index_path(config).exists() if config.data.train else False
+    shape = lengths.largest_pack(config, lengths.load(config)) if planned else None
+    found = budget.predict(config, shape)
+    layer = budget.mixer_bytes(geometry, "linear_attention", found.shape, budget.ITEMSIZE[config.model.dtype])
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, 1 - (found.total("gpu") - layer) / total)), device)
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The proof for a person."""
+    lines = [found["said"], f"{len(found['launched'])} kernels that could search: {', '.join(found['launched'])}"]
+    lines += [f"{kernel}: {why}" for kernel, why in found["problems"].items()]
+    return "\n".join((*lines, "proved: none searched" if found["passed"] else "NOT proved"))
