@@ -67,6 +67,8 @@ def test_what_is_not_finite_is_named(name: str, value: float) -> None:
 
 def test_a_resumed_run_has_the_metrics_of_an_unbroken_one(tmp_path: Path) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    unbroken.mkdir()
+    broken.mkdir()
     with reporter(unbroken) as told:
         for number in range(1, 6):
             told.updated(update(number))
