@@ -50,6 +50,8 @@ PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors")
 COMPUTING = ("seed", "engine", "model", "data", "pack", "adapter", "train", "memory")
 """Sections of the options that decide what is computed."""
 
+DECIDE_EXAMPLES = ("data.", "model.", "pack.", "transformers ")
+
 
 class CheckpointError(TensorError):
     """A checkpoint that cannot be written, read, or loaded into this model: which file or tensor, and why."""
@@ -67,6 +69,8 @@ class Cursor:
     """Updates done of that epoch's plan."""
     plan: str
     """Digest of that plan."""
+    data: str = ""
+    """Digest of the examples that it is a plan of."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,11 @@ class Resumed:
     cursor: Cursor
     changes: tuple[str, ...]
     """What differs from the process that saved, as `ranks 2 -> 1`; empty: on a CPU the next losses are bit-equal."""
+
+    @property
+    def may_have_other_data(self) -> bool:
+        """Has something changed that decides what the examples are?"""
+        return any(change.startswith(DECIDE_EXAMPLES) for change in self.changes)
 
     @property
     def line(self) -> str:
@@ -117,16 +126,19 @@ def save(
         },
     }
     final = run / runfolder.CHECKPOINTS / f"update-{cursor.update:06d}"
-    failed = first
+    failed = f"rank 0 could not write {final}" if first else None
     try:
         if first:
             _write(run, final, files, texts)
             _prune(run, config.train.keep_checkpoints)
-            failed = False
+            failed = None
+    except CheckpointError as error:
+        failed = str(error)
+        raise
     finally:
-        somewhere = ranks.any(failed)
-    if somewhere:
-        raise CheckpointError(f"rank 0 could not write {final}")
+        told = ranks.gather(failed)[0]
+    if told is not None:
+        raise CheckpointError(told)
     return final
 
 

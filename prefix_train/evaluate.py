@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from prefix_train.generate import greedy
 from prefix_train.render import Example
 
 if TYPE_CHECKING:
+    from prefix_train.dist import Ranks
     from prefix_train.model import Root
     from prefix_train.plan import Pack
 
@@ -50,16 +52,17 @@ def example_losses(each: Tensor, batch: Batch) -> dict[int, float]:
 
 
 @torch.no_grad()
-def losses(root: Root, packs: Sequence[Pack], examples: Sequence[Example], device: torch.device) -> dict[int, float]:
+def losses(root: Root, packs: Sequence[Pack], examples: Sequence[Example], ranks: Ranks) -> dict[int, float]:
     """Loss of each example in this rank's `packs`, by its index: its target tokens' mean cross-entropy.
 
     Every rank must be given equally many packs (empty ones count), since each issues the sharding's collectives.
+    Raises UserError, on every rank, for an example that one of them cannot read.
     """
     counts = [int(examples[member].target.sum()) for pack in packs for member in pack.members]
     weights = entry_weights("example", counts or [1])
     found: dict[int, float] = {}
     for pack in packs:
-        batch = collate(pack, examples, weights).to(device)
+        batch = ranks.together(partial(collate, pack, examples, weights)).to(ranks.device)
         found |= example_losses(root(batch).each, batch)
     return found
 

@@ -1,11 +1,12 @@
 """From data and plan to this rank's batches; what goes wrong with an example is agreed on by all ranks first.
 
-All ranks read all the data, make the same plan and compare it. A rank alone can still meet a bad example (its node sees
-another state of the file system, an image changes during the run): it says so before the update's first pack.
+All ranks read all the data, make the same plan and compare both. A rank alone can still meet a bad example (its node
+sees another state of the file system, an image changes during the run): it says so before the update's first pack.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,12 +60,16 @@ class Feed:
         self._examples, self._ranks, self._config = examples, ranks, config
         self._targets: list[int] = []
         self._names: list[str] = []
+        self._content = hashlib.sha256()
         self.images = False
         """Has any example an image?"""
         forest = build_forest((self._look(example).keys for example in examples), config.pack.min_shared)
         # Sharing every token that can be shared: what is left of a pack is never larger than the pack was.
         self._packer, self._lengths = Packer(forest, min_shared=1), forest.lengths.tolist()
         self.plan = plan_training(config, forest, ranks.world, self._names)
+        self.digest = self._content.hexdigest()
+        """SHA-256 of all examples: their tokens, pixels and targets, which a plan knows the lengths of alone."""
+        ranks.require_same("the examples", self.digest)
 
     def name(self, example: int) -> str:
         """What to call an example in an error: its `file:line`."""
@@ -93,6 +98,8 @@ class Feed:
         self._targets.append(int(example.target.sum()))
         self._names.append(example.source)
         self.images |= bool(example.images)
+        for table in (example.keys, example.target):
+            self._content.update(len(table).to_bytes(8, "little") + table.tobytes())
         return example
 
     def _make(self, update: Update) -> list[Batch] | dict[int, str]:
@@ -114,7 +121,8 @@ class Feed:
                 for image in self._examples[member].images:
                     image.load()
             except UserError as error:
-                found[member] = f"{self.name(member)}: {error}"
+                text, name = str(error), self.name(member)
+                found[member] = text if text.startswith(f"{name}: ") else f"{name}: {text}"
         return found
 
     def _agree(self, step: Step, made: list[Batch] | dict[int, str]) -> Ready:

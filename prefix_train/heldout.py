@@ -44,9 +44,14 @@ class Heldout:
         return self.plan.updates[0][rank]
 
     def losses(self, root: Root, ranks: Ranks) -> dict[int, float]:
-        """Loss of every example by its index, on every rank; dropout is off."""
+        """Loss of every example by its index, on every rank; dropout is off.
+
+        Raises UserError, on every rank, for an example that one of them cannot read any more.
+        """
         root.eval()
-        mine = evaluate.losses(root, self.packs(ranks.rank), self.examples, ranks.device)
-        root.train()
-        shard.release(root)
+        try:
+            mine = evaluate.losses(root, self.packs(ranks.rank), self.examples, ranks)
+        finally:
+            root.train()
+            shard.release(root)
         return {index: loss for part in ranks.gather(list(mine.items())) for index, loss in part}

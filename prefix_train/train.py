@@ -109,7 +109,7 @@ class Life:
             step, number = ready.step, ready.step.after.number
             for line in ready.skipped:
                 self.reporter.say(f"update {number}: left out {line}")
-            self.skipped += ready.skipped
+            self.skipped += [line for line in ready.skipped if line not in self.skipped]
             self.beat.phase("forward", number)
             lr = learning_rate(
                 step.cursor.number, total, config.train.lr, config.train.warmup_updates, config.train.schedule
@@ -119,7 +119,11 @@ class Life:
             self.cursor = step.after
             last = number == total
             if self.heldout and (last or (config.evaluate.every and number % config.evaluate.every == 0)):
-                self._evaluate(number)
+                try:
+                    self._evaluate(number)
+                except UserError:
+                    self._save(number)  # a held-out example that is gone takes no update with it
+                    raise
             stopping = self.ranks.any(stop.asked) and not last
             if last or stopping or (config.train.save_every and number % config.train.save_every == 0):
                 self._save(number)
@@ -154,6 +158,8 @@ class Life:
             resumed = checkpoint.load(folder, self.ranks, self.parameters, self.optimizer, self.config)
             found = resumed.cursor
             cursor, line = Cursor(found.update, found.epoch, found.done), resumed.line
+            if found.data != self.feed.digest and not resumed.may_have_other_data:
+                raise UserError(f"{folder}: the data is not what it was when this was saved: {self.config.data.train}")
             plan = self.feed.plan.epoch(found.epoch).digest
             if plan != found.plan and not resumed.changes:
                 raise UserError(f"{folder}: the data is not what it was: the plan of epoch {found.epoch} has changed")
@@ -216,7 +222,7 @@ class Life:
         self.beat.phase("save", number)
         at = self.cursor
         digest = self.feed.plan.epoch(at.epoch).digest
-        cursor = checkpoint.Cursor(at.number, at.epoch, at.update, digest)
+        cursor = checkpoint.Cursor(at.number, at.epoch, at.update, digest, self.feed.digest)
         checkpoint.save(self.run, self.ranks, self.parameters, self.optimizer, cursor, self.config)
 
 

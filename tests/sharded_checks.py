@@ -255,8 +255,8 @@ def evaluation(ranks: Ranks) -> None:
     packs = [batches.pack(examples, group) for group in EMPTY_RANK]
     for each in (alone, sharded):
         each.root.eval()
-    one = evaluate.losses(alone.root, packs, examples, ranks.device)
-    two = evaluate.losses(sharded.root, packs[ranks.rank :: 2], examples, ranks.device)
+    one = evaluate.losses(alone.root, packs, examples, dist.Ranks(0, 1, ranks.device, None))
+    two = evaluate.losses(sharded.root, packs[ranks.rank :: 2], examples, ranks)
     shard.release(sharded.root)
     two = {index: loss for part in ranks.gather(list(two.items())) for index, loss in part}
     assert one.keys() == two.keys() == set(range(COUNT))
@@ -264,6 +264,21 @@ def evaluation(ranks: Ranks) -> None:
     assert anatomy.trainable(sharded.root.model).keys() == sharded.parameters.keys()
     for name, parameter in anatomy.trainable(sharded.root.model).items():
         assert parameter is sharded.parameters[name]
+
+
+def heldout_example_stops_all(ranks: Ranks) -> None:
+    """A held-out image that rank 1 alone cannot read: an error on both before the forward, and they train on."""
+    examples = batches.make(base := models.build("qwen3_5", torch.float32), COUNT, images=True)
+    run = trainer(ranks, base, torch.float32, "adapter", images=True)
+    packs = [batches.pack(examples, group) for group in ([0, 1, 2], [3, 4, 5, 6])]
+    bad = examples[3].images[-1]
+    if ranks.rank == 1:
+        for example in examples:
+            for image in example.images:
+                object.__setattr__(image, "store", Torn(bad.digest))
+    text = raised(UserError, lambda: evaluate.losses(run.root, packs[ranks.rank :][:1], examples, ranks))
+    assert "the image has changed" in text, text
+    assert ranks.gather(ranks.rank) == [0, 1]
 
 
 class Torn(batches.Pixels):
@@ -373,6 +388,7 @@ CHECKS: dict[str, Check] = {
     "mean_instead_of_sum": mean_instead_of_sum,
     "agreement": agreement,
     "r23_bad_example_stops_all": bad_example_stops_all,
+    "r23_heldout_example_stops_all": heldout_example_stops_all,
     "r23_bad_example_is_skipped_by_all": bad_example_is_skipped_by_all,
     "r23_rows_that_one_rank_cannot_read": rows_that_one_rank_cannot_read,
 }

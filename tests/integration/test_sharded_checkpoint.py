@@ -241,7 +241,7 @@ def test_every_rank_hears_that_rank_0_could_not_write(folder: Path, found: dict[
     assert "update-000006 could not be written" in first
     assert "No space left on device" in first
     assert "update-000003 is intact" in first
-    assert second == f"rank 0 could not write {folder / 'run' / 'checkpoints' / 'update-000006'}"
+    assert second == first  # whichever rank's word comes first says why
     assert found["stale"] == ["StaleAttempt", "CheckpointError"]
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["update-000003"]
 

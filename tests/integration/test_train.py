@@ -251,6 +251,46 @@ def test_what_is_not_there_is_refused(
         here(make_run(tmp_path / "run", change(options(data))), monkeypatch)
 
 
+def short(data: Path, updates: int) -> Config:
+    config = replace(options(data), train=TrainConfig(updates=updates, save_every=0), verify=VerifyConfig())
+    return replace(config, evaluate=EvaluateConfig(generate=False))
+
+
+def test_going_on_with_other_data_is_refused(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same lengths, so that the plan is the same; a file of another name is another option, and said."""
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_bytes((data / f"{name}.jsonl").read_bytes())
+    run = make_run(tmp_path / "run", short(tmp_path, 1))
+    assert here(run, monkeypatch) == 0
+    runfolder.write_text(run / runfolder.CONFIG, compose.to_yaml(short(tmp_path, 2)))
+    rows = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text(rows.replace("It is 4.", "It is 5."))
+    with pytest.raises(UserError, match="update-000001: the data is not what it was"):
+        here(run, monkeypatch)
+    (tmp_path / "train.jsonl").rename(tmp_path / "other.jsonl")
+    config = short(tmp_path, 2)
+    config = replace(config, data=replace(config.data, train=str(tmp_path / "other.jsonl")))
+    runfolder.write_text(run / runfolder.CONFIG, compose.to_yaml(config))
+    assert here(run, monkeypatch) == 0
+
+
+def test_a_heldout_example_that_is_gone_takes_no_update_with_it(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", short(data, 3))
+    with monkeypatch.context() as gone:
+
+        def losses(*_: object) -> dict[int, float]:
+            raise UserError("scan.png cannot be read")
+
+        gone.setattr(train.Heldout, "losses", losses)
+        with pytest.raises(UserError, match=r"scan\.png"):
+            here(run, gone)
+    assert [path.name for path in checkpoint.complete(run)] == ["update-000003"]
+    assert here(run, monkeypatch) == 0
+    assert runfolder.read_json(run / runfolder.RESULT)["heldout_examples"] == 6
+
+
 def test_a_result_that_cannot_be_trusted_is_no_success(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.errors import UserError
 from configs.schema import Config, ModelConfig, PackConfig, SlurmConfig, TrainConfig
 from prefix_train import feed as feeds
 from prefix_train import heldout, lengths, outcome
@@ -99,6 +100,33 @@ def test_the_plan_that_is_printed_is_the_plan_that_runs() -> None:
     assert run.cost == printed.cost == plan_heldout(chosen, forest, 2).cost == Cost.under(chosen) != Cost()
     of_another = plan_run(forest.lengths, forest, chosen.pack, 2, chosen.seed, updates=2).epoch(0)
     assert of_another.digest != printed.digest
+
+
+@pytest.mark.parametrize("text", ["scan.png: it is gone", "train.jsonl:1: the row has changed"])
+def test_what_is_unreadable_is_named_once(text: str) -> None:
+    class Gone:
+        def load(self) -> None:
+            raise UserError(text)
+
+    examples = rows([(10, 5)])
+    feed = Feed(config(max_positions=75, packs_per_update=1), examples, ranks())
+    examples[0].images = (Gone(),)  # type: ignore[assignment]
+    named = "train.jsonl:1: " + text.removeprefix("train.jsonl:1: ")
+    assert feed._unreadable(feed.plan.epoch(0).updates[0][0]) == {0: named}
+
+
+def test_the_digest_is_of_what_the_examples_are_not_only_of_their_lengths() -> None:
+    chosen = config(max_positions=75, packs_per_update=2)
+    shapes = [(10, 30), (10, 30), (10, 5)]
+    feed, again = (Feed(chosen, rows(shapes), ranks()) for _ in range(2))
+    other, weighed = rows(shapes), rows(shapes)
+    other[1].keys = np.where(other[1].keys == 1, 7, other[1].keys)
+    weighed[1].target = ~weighed[1].target
+    assert again.digest == feed.digest
+    for changed in (other, weighed):
+        run = Feed(chosen, changed, ranks())
+        assert run.plan.epoch(0).digest == feed.plan.epoch(0).digest
+        assert run.digest != feed.digest
 
 
 def test_every_plan_goes_through_one_place() -> None:
