@@ -28,6 +28,19 @@ from prefix_train.tensors import TensorError, check_names, check_plain, digest, 
 RECORD = "export.json"
 
 
+PROCESSOR_FILES = (
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.*",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""What belongs to a model folder's processor and tokenizer."""
+
+
 @dataclass(frozen=True)
 class Exported:
     """What was written. digest: SHA-256 of the trained tensors under their names in training, as `tensors.digest`."""
@@ -64,6 +77,7 @@ def export(
         runfolder.write_json(
             aside / RECORD, {"digest": done.digest, "tensors": done.tensors, "parameters": done.parameters}
         )
+        _make_readable(aside)
         if run is not None:
             runfolder.check_attempt(run)
         _replace(folder, aside)
@@ -109,11 +123,27 @@ def _write_model(base: Any, processor: Any, trained: Mapping[str, Tensor], folde
     state = {name: buffers[name].detach().cpu() for name in skeleton.state_dict() if name in buffers}
     skeleton.save_pretrained(folder, state_dict={**trained, **state})
     processor.save_pretrained(folder)
+    if base.config._name_or_path:
+        _copy_processor(Path(base.config._name_or_path), folder)
     again, keys = type(base).from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
     audit(folder, keys)
     _compare(folder, dict(again.named_parameters()), trained)
+
+
+def _copy_processor(source: Path, folder: Path) -> None:
+    """The source model's own processor files, to the byte: what this environment cannot load (video) is kept too."""
+    for pattern in PROCESSOR_FILES:
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _make_readable(folder: Path) -> None:
+    """Give every file the mode that the umask gives: safetensors makes its files for the owner alone."""
+    mode = (folder / RECORD).stat().st_mode
+    for file in folder.iterdir():
+        file.chmod(mode)
 
 
 def _compare(where: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -237,12 +238,12 @@ def final_lines(run: Path, done: Mapping[str, Any]) -> list[str]:
     """The last lines of a training run."""
     if not done:
         return ["no update was done"]
-    times = done["logical_tokens"] / done["positions"]
+    times, curves = done["logical_tokens"] / done["positions"], run / runfolder.TENSORBOARD
     return [
         f"{done['updates']} updates in {_clock(done['seconds'])}: loss {done['loss_first']:.4f} -> "
         f"{done['loss_last']:.4f}; {done['positions']:,} positions for {done['logical_tokens']:,} logical tokens "
         f"({times:.1f} times), {done['positions'] / done['seconds']:,.0f} positions/s",
-        f"metrics: {run / runfolder.METRICS}; curves: tensorboard --logdir {run / runfolder.TENSORBOARD}",
+        f"metrics: {run / runfolder.METRICS}; curves: {shlex.join(['tensorboard', '--logdir', str(curves)])}",
     ]
 
 

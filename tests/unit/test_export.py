@@ -69,6 +69,19 @@ def test_an_adapter_loads_into_the_plain_model(tmp_path: Path, family: str) -> N
     assert config["inference_mode"] is True
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_an_adapter_in_bfloat16_differs_by_no_more_than_bfloat16_does(tmp_path: Path, family: str) -> None:
+    model = trained.adapted(family)
+    export.export(model, None, full(model), tmp_path / "adapter")
+    truth = logits(model, family)
+    ours = logits(model.to(torch.bfloat16), family).float()
+    base = models.build(family, torch.bfloat16)
+    loaded = logits(PeftModel.from_pretrained(base, tmp_path / "adapter"), family).float()
+    error = (ours - truth).norm()
+    assert error > 0
+    assert (loaded - truth).norm() <= 1.2 * error
+
+
 def test_from_a_checkpoint_in_a_fresh_process(tmp_path: Path) -> None:
     model = trained.adapted()
     optimizer = trained.adamw(model)
@@ -182,6 +195,27 @@ def test_the_processor_is_saved_with_a_vision_model(tmp_path: Path) -> None:
     done = export.export(model, tiny.build_processor(model.config), full(model), tmp_path / "model")
     processor = tiny.load_processor(done.folder)
     assert processor.image_processor.patch_size == models.PATCH
+
+
+def test_a_source_folders_processor_files_are_kept_to_the_byte(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    made = models.build("qwen3_5")
+    made.save_pretrained(source)
+    tiny.build_processor(made.config).save_pretrained(source)
+    video = b'{"what this environment": "cannot load"}'
+    (source / "video_preprocessor_config.json").write_bytes(video)
+    model = type(made).from_pretrained(source).requires_grad_(True)
+    done = export.export(model, tiny.load_processor(source), full(model), tmp_path / "model")
+    assert (done.folder / "video_preprocessor_config.json").read_bytes() == video
+    assert (done.folder / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert load_file(done.folder / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+
+
+def test_others_may_read_an_export(tmp_path: Path) -> None:
+    model = trained.adapted()
+    done = export.export(model, None, full(model), tmp_path / "adapter")
+    (tmp_path / "usual").touch()
+    assert {file.stat().st_mode for file in done.folder.iterdir()} == {(tmp_path / "usual").stat().st_mode}
 
 
 def test_replacing_an_export_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
