@@ -156,13 +156,15 @@ class Life:
         cursor, line = Cursor(), None
         if folder is not None:
             resumed = checkpoint.load(folder, self.ranks, self.parameters, self.optimizer, self.config)
-            found = resumed.cursor
-            cursor, line = Cursor(found.update, found.epoch, found.done), resumed.line
+            found, line = resumed.cursor, resumed.line
             if found.data != self.feed.digest and not resumed.may_have_other_data:
                 raise UserError(f"{folder}: the data is not what it was when this was saved: {self.config.data.train}")
-            plan = self.feed.plan.epoch(found.epoch).digest
-            if plan != found.plan and not resumed.changes:
+            plan = self.feed.plan.epoch(found.epoch)
+            if plan.digest != found.plan and not resumed.changes:
                 raise UserError(f"{folder}: the data is not what it was: the plan of epoch {found.epoch} has changed")
+            # Under other options the epoch may have fewer updates than were done of it: then it is over.
+            goes_on = found.done < len(plan.updates)
+            cursor = Cursor(found.update, found.epoch + (not goes_on), found.done if goes_on else 0)
         self.reporter = Reporter(
             self.run,
             self.ranks.rank,

@@ -274,6 +274,18 @@ def test_going_on_with_other_data_is_refused(tmp_path: Path, data: Path, monkeyp
     assert here(run, monkeypatch) == 0
 
 
+def test_an_epoch_that_has_become_shorter_is_over(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as many updates an epoch: the second epoch's only one is done, the third begins."""
+    config = short(data, 3)
+    run = make_run(tmp_path / "run", config)
+    assert here(run, monkeypatch) == 0
+    config = replace(short(data, 5), pack=PackConfig(max_positions=256, packs_per_update=4))
+    runfolder.write_text(run / runfolder.CONFIG, compose.to_yaml(config))
+    assert here(run, monkeypatch) == 0
+    epochs = [line["epoch"] for line in report.read_metrics(run) if "loss" in line]
+    assert epochs == [0.5, 1.0, 1.5, 3.0, 4.0]
+
+
 def test_a_heldout_example_that_is_gone_takes_no_update_with_it(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
