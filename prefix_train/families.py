@@ -138,7 +138,10 @@ def find_parts(model: nn.Module) -> Parts:
         if family.kind(module) == family.decoder and _defined_in(module, family)
     ]
     if len(found) != 1:
-        raise NotExact(f"{type(model).__name__}: {len(found)} known decoders, not 1; {_first_layer(model)}")
+        raise NotExact(
+            f"{type(model).__name__}: {len(found)} known decoders, not 1; exact over a tree are "
+            f"{', '.join(FAMILIES)}; {_first_layer(model)}"
+        )
     family, decoder_name, decoder = found[0]
     entrances = {}
     for name, module in model.named_modules():
