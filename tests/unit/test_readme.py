@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from configs import compose
 from prefix_train.data import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,15 @@ def test_the_data_row_that_it_shows_is_good(tmp_path: Path) -> None:
     assert row is not None
     (tmp_path / "shown.jsonl").write_text(row[1] + "\n")
     assert len(list(read_jsonl(tmp_path / "shown.jsonl"))) == 1
+
+
+def test_the_configuration_that_it_shows_is_good(tmp_path: Path) -> None:
+    shown = re.search(r"```yaml\n(.+?)```", README, re.S)
+    assert shown is not None
+    (tmp_path / "mine.yaml").write_text(shown[1])
+    config = compose.load(tmp_path / "mine.yaml")
+    assert config.train.trainable == "adapter"
+    assert config.pack.packs_per_update == 2 * config.ranks
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`(prefix-train [a-z]+|python -m [a-z.]+)[^`]*`", README))))
