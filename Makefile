@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all lint replays bench-cpu clean
+.PHONY: setup demo test test-all lint replays bench-cpu bench-preflight clean
 
 setup: $(READY)
 
@@ -33,6 +33,9 @@ replays: $(READY)
 
 bench-cpu: $(READY)
 	$(BIN)/prefix-train bench cpu --out tests/bench/results/cpu.json
+
+bench-preflight: $(READY)
+	$(BIN)/python tests/bench/preflight_bench.py
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ MOST_POWER = 1.5
 def outliers(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
     """Nodes whose facts differ from what most nodes say; where there is no majority, all that differ."""
     problems = []
-    for check, rows in _passing(nodes).items():
+    for check, rows in _passing([_comparable(node) for node in nodes]).items():
         keys = IMPORT_FACTS if check.startswith("import.") else COMPARED.get(check, ())
         differences: dict[str, list[str]] = defaultdict(list)
         for fact, values in _columns(rows, keys):
@@ -54,6 +55,14 @@ def outliers(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
         for node, found in differences.items():
             problems.append((node, _finding(check, found, facts[node])))
     return problems + _hungry(nodes) + _unanswered(nodes)
+
+
+def _comparable(node: NodeReport) -> NodeReport:
+    """A node that could not read the run's options did not check what the others did."""
+    if not any(finding.check == "preflight.config" for finding in node.findings):
+        return node
+    alike = ("import.", "python.", "torch.", "libraries.", "code.")
+    return dataclasses.replace(node, findings=tuple(f for f in node.findings if f.check.startswith(alike)))
 
 
 def _passing(nodes: Sequence[NodeReport]) -> dict[str, list[tuple[str, dict[str, Any]]]]:

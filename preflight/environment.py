@@ -25,7 +25,15 @@ _ALLOWED = """
 ALLOWED = frozenset(_ALLOWED.split())
 """Names whose values go into a report as they are, because they change what a rank computes or whom it talks to."""
 
-OF_ONE_NODE = ("TMPDIR", "CUDA_VISIBLE_DEVICES")
+OF_ONE_NODE = (
+    "TMPDIR",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_CACHE_DIR",
+    "TRITON_HOME",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TILELANG_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+)
 """Of these, the ones that may differ between healthy nodes."""
 
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|_KEY$|_PAT$|AUTH|COOKIE", re.I)

@@ -184,7 +184,7 @@ CHECKS: dict[str, Callable[[Setting], Finding]] = {
 
 def check_host(setting: Setting) -> list[Finding]:
     """All of CHECKS, in a program of its own that is started again behind a check that ended or hung it."""
-    argv = [sys.executable, "-m", "preflight.host", str(setting.run or "")]
+    argv = [sys.executable, "-m", "preflight.host", setting.to_text()]
     # A check that hangs takes half of what is left, so that those behind it have a turn.
     asked = one_by_one(argv, list(CHECKS), lambda: setting.left_s / 2)
     return [
@@ -199,17 +199,13 @@ def _no_answer(check: str, answer: Answer) -> Finding:
 
 
 def main() -> None:
-    """Run the checks that the command line names, behind the run folder or an empty word."""
-    run = Path(sys.argv[1]) if sys.argv[1] else None
-    if run is None:
-        setting = Setting()
-    else:
-        from configs.compose import from_run
-
-        setting = Setting(from_run(run), run)
+    """Run the checks that the command line names, behind the setting."""
+    setting = Setting.from_text(sys.argv[1])
     for name in sys.argv[2:]:
         print(json.dumps(asdict(CHECKS[name](setting))), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    from preflight import host  # the module by its name, as others that are imported here see it
+
+    host.main()

@@ -122,4 +122,6 @@ def _recorded_form(content: bytes) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    from preflight import imports  # the module by its name, as others that are imported here see it
+
+    imports.main()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from configs.schema import Config
+from configs.schema import Config, DataConfig, ModelConfig, PreflightConfig, SlurmConfig
+
+SECTIONS = {"preflight": PreflightConfig, "slurm": SlurmConfig, "data": DataConfig, "model": ModelConfig}
+"""Parts of the configuration that checks ask for."""
 
 PROC = "PREFLIGHT_PROC"
 """Environment variable that names another folder than /proc to read this node's facts from."""
@@ -38,6 +42,18 @@ class Setting:
     def wants_gpus(self) -> int | None:
         """GPUs that the node must have; None where nothing was asked for."""
         return None if self.run is None else self.config.slurm.gpus_per_node
+
+    def to_text(self) -> str:
+        """For a program that goes on with these checks; its own reading of the run folder may be what is wrong."""
+        sections = {name: asdict(getattr(self.config, name)) for name in SECTIONS}
+        return json.dumps({"run": str(self.run) if self.run else None, "sections": sections})
+
+    @classmethod
+    def from_text(cls, text: str) -> Setting:
+        """The inverse of `to_text`, without the deadline, which ends the program from outside."""
+        told = json.loads(text)
+        sections = {name: kind(**told["sections"][name]) for name, kind in SECTIONS.items()}
+        return cls(Config(**sections), Path(told["run"]) if told["run"] else None)
 
 
 def proc() -> Path:

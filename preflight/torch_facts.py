@@ -63,5 +63,12 @@ def peers(devices: int) -> list[str]:
     return [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the facts."""
     print(json.dumps(facts()), flush=True)
+
+
+if __name__ == "__main__":
+    from preflight import torch_facts  # the module by its name, as others that are imported here see it
+
+    torch_facts.main()

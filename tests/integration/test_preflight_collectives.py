@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from preflight import pairs, ranks
 from tests import standin
-
-CONFIG = standin.ROOT / "configs" / "digits.yaml"
-
-
-def run_ranks(run: Path, nodes: int, faults: dict[int, str], absent: tuple[int, ...] = (), seconds: float = 60) -> None:
-    """Start one rank per node and wait for all. faults: code that a rank's programs run first."""
-    run.mkdir(exist_ok=True)
-    settings = CONFIG.read_text().replace("preflight:\n", f"preflight:\n  collective_deadline_s: {seconds}\n")
-    (run / "config.yaml").write_text(settings)
-    started = []
-    for rank in set(range(nodes)) - set(absent):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "LOCAL_RANK": "0", "SLURMD_NODENAME": f"node{rank}"}
-        env = standin.environment(run / f"path{rank}", faults.get(rank, ""), **place)
-        argv = [sys.executable, "-m", "preflight", "collectives", str(run)]
-        started.append(subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    for program in started:
-        program.wait(timeout=seconds + 60)
 
 
 def judged(run: Path, nodes: int) -> list[tuple[str, str, str]]:
@@ -35,7 +16,7 @@ def judged(run: Path, nodes: int) -> list[tuple[str, str, str]]:
 
 
 def test_four_healthy_nodes(tmp_path: Path) -> None:
-    run_ranks(tmp_path, 4, {})
+    standin.run_ranks(tmp_path, 4, {})
     assert judged(tmp_path, 4) == [("node0", "collective.values", "pass")]
     met = [step["peer"] for report in ranks.read(tmp_path / "preflight/0") for step in report.stage("pair")]
     assert sorted(met) == sorted(["node0", "node1", "node2", "node3"] * 2)
@@ -54,10 +35,10 @@ def test_four_healthy_nodes(tmp_path: Path) -> None:
     ids=["slow", "deaf", "wrong", "killed", "stuck", "clock"],
 )
 def test_one_node_is_at_fault(tmp_path: Path, code: str, check: str, state: str) -> None:
-    run_ranks(tmp_path, 3, {1: code}, seconds=45)
+    standin.run_ranks(tmp_path, 3, {1: code}, seconds=45)
     assert judged(tmp_path, 3) == [("node1", check, state)]
 
 
 def test_a_rank_that_never_joins_is_named_and_costs_its_deadline_only(tmp_path: Path) -> None:
-    run_ranks(tmp_path, 3, {}, absent=(2,), seconds=24)
+    standin.run_ranks(tmp_path, 3, {}, absent=(2,), seconds=24)
     assert judged(tmp_path, 3) == [("node2", "collective.join", "silent")]

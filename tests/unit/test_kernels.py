@@ -1,0 +1,66 @@
+"""Kernel pins without a GPU: which buckets are reached, what is written, which kernels are left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from configs import compose, kernel_pins
+from configs.errors import UserError
+from prefix_train import kernels, tune
+from prefix_train.geometry import Geometry, read_config
+
+CONFIG = compose.load(Path(__file__).parents[1] / "data" / "period-27b.yaml")
+MADE = {"triton": "3.6.0", "fla": "0.6.0", "gpu": "NVIDIA H200", "date": "2026-11-30"}
+
+
+def triton_config(warps: int) -> SimpleNamespace:
+    return SimpleNamespace(kwargs={"BK": 64}, num_warps=warps, num_stages=3, num_ctas=1)
+
+
+def autotuner(*warps: int) -> SimpleNamespace:
+    """Searches with these winners, shortest buffer first."""
+    return SimpleNamespace(cache={(number, "torch.bfloat16"): triton_config(w) for number, w in enumerate(warps)})
+
+
+def test_every_length_bucket_that_a_pack_can_reach() -> None:
+    geometry = Geometry.of(read_config(CONFIG.model))
+    reached = kernels.buckets(geometry, 144_000)
+    assert reached[-1] == 144_000
+    assert {-(-tokens * 16 // kernels.BUCKET) for tokens in reached} == set(range(1, 37))
+    assert kernels.buckets(geometry, 4096) == [4096]
+
+
+def test_what_is_written_is_what_the_check_accepts(tmp_path: Path) -> None:
+    (tmp_path / "of_another_set.json").write_text("{}")
+    tune.write(tmp_path, {"l2norm_fwd_kernel": autotuner(4, 8, 4), "other": autotuner(2, 8)}, MADE)
+    assert kernel_pins.problems(tmp_path, "NVIDIA H200", {"triton": "3.6.0", "fla": "0.6.0"}) == {}
+    assert kernel_pins.read_config(tmp_path, "l2norm_fwd_kernel")["num_warps"] == 4
+    assert kernel_pins.read_config(tmp_path, "other")["num_warps"] == 8
+    assert not (tmp_path / "of_another_set.json").exists()
+
+
+def test_the_committed_pins_are_whole() -> None:
+    folder = kernel_pins.folder("NVIDIA H200")
+    named = kernel_pins.read_list(folder)
+    assert kernel_pins.problems(folder, named["gpu"], {"triton": named["triton"], "fla": named["fla"]}) == {}
+
+
+def test_nothing_searches_on_a_cpu_or_with_the_reference() -> None:
+    cpu = torch.device("cpu")
+    assert kernels.searching_kernels(CONFIG, cpu) is None
+    cuda = torch.device("cuda")
+    assert kernels.searching_kernels(CONFIG, cuda) is not None
+    reference = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, deltanet="reference"))
+    assert kernels.searching_kernels(reference, cuda) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
+def test_tuning_needs_the_gpu() -> None:
+    with pytest.raises(UserError, match="no CUDA device"):
+        tune.tune(CONFIG)
+    assert kernels.use_pins() == "kernels: no CUDA device, nothing to pin"
