@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,8 @@ def test_tensorboard_files(tmp_path: Path) -> None:
     with reporter(tmp_path) as told:
         told.updated(update(1))
         told.updated(update(2))
+    # TensorBoard orders a run's files by name, which begins with the second they were made in.
+    time.sleep(1.1)
     with reporter(tmp_path, resumed=1) as told:
         told.updated(update(2, loss=0.125))
     board = EventAccumulator(str(tmp_path / runfolder.TENSORBOARD))
