@@ -8,6 +8,7 @@ real widths, in every length bucket that its packs can reach, and searches are c
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -61,6 +62,8 @@ def use_pins(pins: Path | None = None) -> str:
     """
     if not torch.cuda.is_available():
         return "kernels: no CUDA device, nothing to pin"
+    if importlib.util.find_spec("fla") is None:
+        return "kernels: flash-linear-attention is not installed, nothing to pin"
     gpu = torch.cuda.get_device_name()
     pins = pins or kernel_pins.folder(gpu)
     if not pins.is_dir():

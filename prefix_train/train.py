@@ -20,7 +20,7 @@ from torch import nn
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, checkpoint, digits, dist, gradients, outcome, plan_summary, shard
+from prefix_train import anatomy, checkpoint, digits, dist, gradients, kernels, outcome, plan_summary, shard
 from prefix_train import model as models
 from prefix_train.feed import Feed, load_agreed
 from prefix_train.heartbeat import Heartbeat
@@ -49,6 +49,10 @@ def main(run: Path) -> int:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stop, beat = StopRequest(), Heartbeat(run, rank, world)
     with dist.joined(config.watch.collective_timeout_s) as ranks:
+        if ranks.device.type == "cuda":
+            pinned = kernels.use_pins()
+            if rank == 0:
+                print(pinned, flush=True)
         life = Life(run, config, ranks, beat)
         with life.reporter:
             finished = life.train(stop)
