@@ -22,10 +22,13 @@ from prefix_train.pieces import pieces_for
 KERNELS = ("merged", "flex", "dense")
 
 
-def resolve_kernels(kernels: str, device: torch.device) -> str:
-    """What `kernels` (`auto`, `merged`, `flex` or `dense`) means on `device`; UserError where that cannot run."""
+def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
+    """What `kernels` (`auto`, `merged`, `flex` or `dense`) means on `device` for inputs in `dtype`.
+
+    Merged pieces on CUDA are of 16 bits: `auto` means `flex` there for wider inputs. UserError for what cannot run.
+    """
     if kernels == "auto":
-        return "merged"
+        return "flex" if device.type == "cuda" and dtype.itemsize > 2 else "merged"
     if kernels not in KERNELS:
         raise UserError(f"attention kernels {kernels!r} are unknown: write auto, {', '.join(KERNELS)}")
     if kernels == "flex" and device.type != "cuda":

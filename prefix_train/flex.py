@@ -40,7 +40,7 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
 
 def block_mask(layout: Layout) -> BlockMask:
     """FlexAttention's mask of a layout, on its device; built once per pack from the segments, on the host."""
-    seen, in_full = (torch.from_numpy(table).to(layout.device) for table in blocks_seen(layout))
+    seen, in_full = (_send(torch.from_numpy(table), layout.device) for table in blocks_seen(layout))
     until = layout.visible_until
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, col: Tensor) -> Tensor:
@@ -80,6 +80,11 @@ def blocks_seen(layout: Layout, block: int = BLOCK) -> tuple[np.ndarray[Any, Any
     whole = (rows + block <= layout.total) & (cols + block <= layout.total)
     in_full = whole & (rows >= cols + block - 1) & (rows + block <= all_end[None])
     return seen, in_full
+
+
+def _send(table: Tensor, device: torch.device) -> Tensor:
+    # The first layer that asks makes the mask: pinned, so that it does not wait for the device.
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

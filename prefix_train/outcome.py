@@ -97,7 +97,7 @@ def kernels(config: Config, device: torch.device) -> dict[str, str]:
     """What computed the packs, and whether transformers' own model had its fast kernels or fell back to torch."""
     fast = is_flash_linear_attention_available() and device.type == "cuda"
     return {
-        "attention": attention.resolve_kernels(config.model.attention, device),
+        "attention": attention.resolve_kernels(config.model.attention, device, models.DTYPES[config.model.dtype]),
         "deltanet": deltanet.resolve_kernels(config.model.deltanet, device),
         "standalone_deltanet": "flash-linear-attention" if fast else "transformers' torch reference",
     }

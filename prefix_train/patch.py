@@ -291,7 +291,7 @@ def tree_attention_forward(
         raise NotExact(f"{mixer.name}: a mask, dropout or a sliding window was asked for in attention")
     if mixer.handle.probing:
         return query.transpose(1, 2), None
-    kernels = attention_kernels.resolve_kernels(mixer.handle.attention, query.device)
+    kernels = attention_kernels.resolve_kernels(mixer.handle.attention, query.device, query.dtype)
     return attention_kernels.tree_attention(query, key, value, tree, scaling, kernels), None
 
 

@@ -183,7 +183,8 @@ def test_r01_attention_fails_without_fix(kernels: str) -> None:
 
 def test_resolve_kernels() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert resolve_kernels("auto", cpu) == resolve_kernels("auto", cuda) == "merged"
+    assert resolve_kernels("auto", cpu, torch.float32) == resolve_kernels("auto", cuda, torch.bfloat16) == "merged"
+    assert resolve_kernels("auto", cuda, torch.float32) == resolve_kernels("auto", cuda, torch.float64) == "flex"
     assert resolve_kernels("flex", cuda) == "flex"
     assert resolve_kernels("dense", cpu) == "dense"
     with pytest.raises(UserError, match="'flex' run on CUDA, not on cpu"):
