@@ -30,6 +30,17 @@ ANSWERS = ("bakery", "shoes", "mill lane", "nobody", "on sundays", "on sundays")
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 BUILDS: dict[str, dict[str, Any]] = {
     "qwen3_5": tiny_vision.BUILD,
+    "qwen3_5 for CUDA": {
+        **tiny_vision.BUILD,
+        "text_config": {
+            **tiny_vision.BUILD["text_config"],
+            "hidden_size": 128,
+            "head_dim": 64,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+        "vision_config": {**tiny_vision.BUILD["vision_config"], "out_hidden_size": 128},
+    },
     "llama": {"model_type": "llama", **_SIZES, "intermediate_size": 40, "num_hidden_layers": 2},
     "qwen3_5_moe_text": {
         "model_type": "qwen3_5_moe_text",

@@ -13,7 +13,10 @@ from prefix_train.packing import standalone
 from tests import chats
 from tests.chats import picture, row, text
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def test_a_batch_keeps_its_values_on_the_way(tmp_path: Path) -> None:
