@@ -77,8 +77,7 @@ def conclude(run: Path, srun_status: int, per_node: int | None = None) -> Outcom
     if silent:
         return Outcome(FAILED, f"failed: rank {silent[0]} left no word of how it ended")
     if any(end.status == runfolder.STOPPED for end in ends):
-        script = shlex.quote(str(run / runfolder.SUBMIT_SCRIPT))
-        return Outcome(runfolder.STOPPED, f"stopped as asked, with a checkpoint; to go on: bash {script}", "stopped")
+        return Outcome(runfolder.STOPPED, f"stopped as asked, with a checkpoint; {resume(run)}", "stopped")
     if not (run / runfolder.RESULT).is_file():
         return Outcome(FAILED, f"failed: all ranks ended well, but there is no {runfolder.RESULT}")
     return Outcome(0, "complete", "complete")
@@ -117,7 +116,7 @@ def decide(run: Path, config: Config, ended: Outcome) -> tuple[Outcome, Life | N
         return ended._replace(line=f"{line}; begins again {decision.why}"), mine
     if ended.cause in policy.WHY_STOP and not (ended.cause == "gate" and exclude_unfit):
         return ended, None
-    return ended._replace(line=f"{line}; not again: {decision.why}; {_resume(run)}"), None
+    return ended._replace(line=f"{line}; not again: {decision.why}; {resume(run)}"), None
 
 
 def begin_again(run: Path, mine: Life) -> None:
@@ -125,10 +124,21 @@ def begin_again(run: Path, mine: Life) -> None:
     try:
         scheduler.requeue(mine.job, life.without(run, life.read(run)))
     except NoAnswer as silence:
-        print(f"could not begin again: {silence}; {_resume(run)}", file=sys.stderr, flush=True)
+        print(f"could not begin again: {silence}; {resume(run)}", file=sys.stderr, flush=True)
 
 
-def _resume(run: Path) -> str:
+def interrupted(run: Path, ended: Outcome, number: int) -> Outcome:
+    """`ended`, said as what it is where signal `number` (0: none) asked this job to end and it could not save."""
+    if not number or ended.status in (0, runfolder.STOPPED):
+        return ended
+    update = life.reached(run, runfolder.current_attempt(run))
+    saved = sorted(path.name for path in (run / runfolder.CHECKPOINTS).glob("update-*") if ".tmp" not in path.name)
+    what = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
+    return Outcome(128 + number, f"interrupted in update {update}; {what}; {resume(run)}", "stopped")
+
+
+def resume(run: Path) -> str:
+    """How to go on with a run by hand."""
     return f"to go on: {shlex.join(['python', '-m', 'slurm.submit', str(run)])}"
 
 

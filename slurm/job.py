@@ -22,7 +22,7 @@ from configs.compose import from_run
 from configs.schema import Config
 from prefix_train import heartbeat
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGUSR2)
 
 PORT = "PREFIX_TRAIN_PORT"
 """Rendezvous port that the submitter of a local run found free."""
@@ -61,7 +61,7 @@ def run_rank(run: str) -> None:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            process_group=0,  # a Ctrl-C in the terminal comes through here, once
+            process_group=0,  # a Ctrl-C in the terminal is for slurm.local, which asks all ranks to save
         )
     _forward_signals(child)
     status = child.wait()
@@ -137,3 +137,4 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

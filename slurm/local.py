@@ -6,6 +6,8 @@ is this very process. Neither submitit's status nor its result is asked: how the
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import socket
@@ -16,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
 
+import psutil
 import typer
 
 from configs import runfolder
@@ -37,6 +40,7 @@ END_WATCHER_S = 5.0
 def run_job(run: Path) -> Outcome:
     """All acts of the job in `run`, then its ranks."""
     config = from_run(run)
+    signal.signal(signal.SIGTERM, _terminate)  # an act that is running ends with this process
     life.begin_next(run)
     (run / runfolder.LOGS).mkdir(exist_ok=True)
     for act in acts.before_training(config, run):
@@ -70,14 +74,18 @@ def _train_in_ranks(config: Config, run: Path) -> Outcome:
         tasks_per_node=config.slurm.tasks_per_node,
     )
     live = Live(run, config.train.updates)
-    signal.signal(signal.SIGTERM, _terminate)
+    # submitit's controller and tasks inherit this: a Ctrl-C in the terminal is answered here alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ranks = executor.submit(job.run_rank, str(run))
+    asked = Asked(config.slurm.signal_delay_s)
+    controller: subprocess.Popen[bytes] = getattr(ranks, "_process")  # noqa: B009  submitit keeps it to itself
     watcher = subprocess.Popen(
         acts.command("slurm.watch", str(run), "--parent", str(os.getpid())), stdin=subprocess.DEVNULL
     )
     try:
         while not ranks.done():
             live.show()
+            asked.answer(controller)
             time.sleep(LOOK_EVERY_S)
         live.show(rest=True)
         watcher.wait(END_WATCHER_S + config.watch.poll_s)
@@ -85,8 +93,53 @@ def _train_in_ranks(config: Config, run: Path) -> Outcome:
         pass  # a rank that never started leaves nothing for the watcher to see
     finally:
         live.close()
-        _end(ranks, watcher)
-    return finish.conclude(run, 0)
+        _end(controller, watcher)
+    return finish.interrupted(run, finish.conclude(run, 0), asked.number)
+
+
+class Asked:
+    """What a person asked of this process: first to stop after the update under way, then to end at once.
+
+    patience_s: how long the ranks may take to save before they are ended all the same, as before a time limit.
+    number: the signal that asked, 0 for none.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.number = 0
+        self._times = self._answered = 0
+        self._patience_s, self._until = patience_s, math.inf
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        self.number, self._times = number, self._times + 1
+
+    def answer(self, controller: subprocess.Popen[bytes]) -> None:
+        """Pass on to the ranks what has been asked since the last answer."""
+        if self._answered == 1 and time.monotonic() > self._until:
+            self._times = 2
+        if self._times == self._answered:
+            return
+        self._answered = self._times
+        if self._times == 1:
+            self._until = time.monotonic() + self._patience_s
+            print("stopping after this update; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+            controller.send_signal(signal.SIGTERM)  # submitit passes it on, and the ranks save
+        else:
+            _kill(controller)
+
+
+def _kill(controller: subprocess.Popen[bytes]) -> None:
+    """End submitit's controller and all that it started."""
+    try:
+        below = psutil.Process(controller.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        below = []
+    controller.kill()
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    controller.wait()
 
 
 def _train_here(config: Config, run: Path) -> Outcome:
@@ -104,12 +157,10 @@ def _train_here(config: Config, run: Path) -> Outcome:
     return finish.conclude(run, 0)
 
 
-def _end(ranks: object, watcher: subprocess.Popen[bytes]) -> None:
+def _end(controller: subprocess.Popen[bytes], watcher: subprocess.Popen[bytes]) -> None:
     """Leave no process behind, whatever ended this one."""
-    controller = getattr(ranks, "_process")  # noqa: B009  submitit keeps it to itself
     if controller.poll() is None:
-        controller.send_signal(signal.SIGINT)
-        controller.wait()
+        _kill(controller)
     if watcher.poll() is None:
         watcher.terminate()
         watcher.wait()
@@ -131,7 +182,10 @@ app = make_app("Run a job on this machine. Called by slurm.submit. Example: pyth
 @app.command()
 def main(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> int:
     """Exit with the training's own status; the last line is the result."""
-    ended = run_job(run)
+    try:
+        ended = run_job(run)
+    except KeyboardInterrupt:
+        ended = Outcome(128 + signal.SIGINT, f"interrupted before training; {finish.resume(run)}", "stopped")
     print(ended.line, file=sys.stdout if ended.status == 0 else sys.stderr, flush=True)
     if ended.status == 0:
         print_json(runfolder.read_json(run / runfolder.RESULT))

@@ -29,7 +29,11 @@ from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train import heartbeat
 from slurm import acts, freeze, planned, sbatch
+
+LIVELY_S = 60.0
+"""A rank that has beaten within so many seconds and left no word of its end is taken to be running."""
 
 MAX_NAME = 48
 """Letters of a run's name that go into its folder's name."""
@@ -101,6 +105,43 @@ def describe(run: Path, plan: dict[str, Any]) -> str:
     return f"run     {run}\nplan    {planned.line(plan)}\nfollow  {follow}"
 
 
+def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
+    """Begin another life of an existing run, from its newest checkpoint, with its own code and options."""
+    config = compose.from_run(run)
+    if overrides:
+        raise UserError(f"{run} is a run: its options are frozen; leave out {overrides[0]}, or submit a configuration")
+    if (run / runfolder.RESULT).is_file():
+        result = runfolder.read_json(run / runfolder.RESULT)
+        if result.get("verify", {"passed": True})["passed"]:
+            print(f"complete already: {run / runfolder.RESULT}")
+            print_json(result)
+            return 0
+    if alive := still_running(run):
+        raise UserError(f"{run} is still running: {alive}; wait for its end, or end it")
+    print(f"run     {run}\nfollow  {shlex.join(['tail', '-F', str(run / runfolder.LOGS / 'rank0.log')])}", flush=True)
+    if dry_run:
+        print(f"\n{(run / runfolder.SUBMIT_SCRIPT).read_text(encoding='utf-8')}", end="")
+        return 0
+    if config.cluster != "slurm":
+        start_local(run)
+    job = sbatch.submit(config, run)
+    print(f"job     {job}")
+    if as_json:
+        print_json({"run": str(run), "job": job})
+    return 0
+
+
+def still_running(run: Path) -> str | None:
+    """A rank of the run's present life that has beaten lately and not ended, in words."""
+    attempt = runfolder.current_attempt(run)
+    ended = {end.rank for end in heartbeat.read_ends(run) if end.attempt == attempt}
+    for beat in heartbeat.read(run):
+        age = time.time() - beat.time
+        if beat.attempt == attempt and beat.rank not in ended and age < LIVELY_S:
+            return f"rank {beat.rank} on {beat.host} was in {beat.phase} of update {beat.update} {age:.0f} s ago"
+    return None
+
+
 app = make_app(
     "Compose, check, freeze the code and start a job. Example: python -m slurm.submit configs/digits.yaml cluster=local"
 )
@@ -108,12 +149,17 @@ app = make_app(
 
 @app.command()
 def main(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    config: Annotated[Path, typer.Argument(help="YAML file of a new run, or the folder of one to go on with.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Options to change.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")] = False,
 ) -> int:
     """Start a job; with cluster=local or debug, run it here and exit with the training's status."""
+    if config.is_dir():
+        return go_on(config.absolute(), overrides or [], dry_run, as_json)
+    if (config.parent / runfolder.CODE).is_dir() and config.name == runfolder.CONFIG:
+        command = shlex.join(["python", "-m", "slurm.submit", str(config.parent)])
+        raise UserError(f"{config} belongs to a run; to go on with it: {command}")
     composed = resolve(compose.load(config, overrides or []), Path.cwd())
     run, plan = name_run(composed), planned.sketch(composed)
     if dry_run:

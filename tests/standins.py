@@ -66,6 +66,8 @@ def act(what, rank, update):
             os.abort()
     if what in ("raise", "kill", "mistake", "abort", "wait") and update == 2:
         ctypes.CDLL(None).sleep(120)
+    while what == "deaf" and update == 2:
+        time.sleep(1)  # a signal does not end this wait
 '''
 
 CLI = """

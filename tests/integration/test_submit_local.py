@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -176,16 +178,92 @@ def test_unknown_key_is_one_line_and_leaves_nothing(clone: Path) -> None:
     assert not (clone / "runs").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ending_the_command_ends_the_ranks(clone: Path, number: int) -> None:
-    command, env = submit_command(clone, "model.build.do=wait")
-    process = subprocess.Popen(command, cwd=clone, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def started(clone: Path, *overrides: str, **popen: Any) -> tuple[subprocess.Popen[str], Path, list[int]]:
+    """A run under way, its folder, and its ranks' process ids."""
+    command, env = submit_command(clone, *overrides)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=clone, env=env, stdout=pipe, stderr=pipe, text=True, **popen)
     wait_for(lambda: len(list(clone.glob("runs/*/seen/rank*.json"))) == 2)
     run = run_folder(clone / "runs")
-    pids = [seen(run, rank)["pid"] for rank in (0, 1)]
-    os.kill(process.pid, number)
+    return process, run, [seen(run, rank)["pid"] for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_once_a_run_saves_and_says_how_to_go_on(clone: Path, number: int) -> None:
+    """As from a terminal: the whole group gets the signal. The parent ignores SIGINT, as a script's job does."""
+    process, run, pids = started(
+        clone,
+        "model.build.do=slow",
+        "train.updates=200",
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    os.killpg(process.pid, number)
+    _, told = process.communicate(timeout=40)
+    assert process.returncode == runfolder.STOPPED, told
+    lines = told.splitlines()
+    assert "stopping after this update; Ctrl-C again ends at once" in lines
+    assert lines[-1] == f"stopped as asked, with a checkpoint; to go on: python -m slurm.submit {run}"
+    assert "Traceback" not in told
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def wedged(run: Path) -> bool:
+    """Are both ranks of the stand-in that is deaf in their second update?"""
+    return [beat.update for beat in heartbeat.read(run)] == [2, 2]
+
+
+def test_asked_twice_a_run_ends_at_once(clone: Path) -> None:
+    process, run, pids = started(clone, "model.build.do=deaf", "train.updates=200", start_new_session=True)
+    wait_for(lambda: wedged(run))
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert told.splitlines()[-1].startswith("interrupted in update ")
+    assert told.splitlines()[-1].endswith(f"no checkpoint yet; to go on: python -m slurm.submit {run}")
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_ranks_that_do_not_save_in_time_are_ended(clone: Path) -> None:
+    process, run, pids = started(clone, "model.build.do=deaf", "train.updates=200", "slurm.signal_delay_s=2")
+    wait_for(lambda: wedged(run))
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_killing_the_command_ends_the_ranks(clone: Path) -> None:
+    process, _, pids = started(clone, "model.build.do=wait")
+    process.kill()
     process.wait(30)
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def test_submitting_a_run_goes_on_with_it(clone: Path) -> None:
+    stopped = submit(clone, "model.build.do=slow", "train.updates=200", "slurm.time=0:00:20", "slurm.signal_delay_s=14")
+    assert stopped.returncode == runfolder.STOPPED
+    run = run_folder(clone / "runs")
+    command, env = submit_command(clone)
+    place = next(index for index, word in enumerate(command) if word.endswith(".yaml"))
+    again = [*command[:place], str(run)]
+    for extra, words in ((["train.lr=1"], "its options are frozen"), ([], "")):
+        done = subprocess.run([*again, *extra, "--dry-run"], env=env, cwd=clone, capture_output=True, text=True)
+        assert done.returncode == (2 if extra else 0), done.stderr
+        assert words in done.stderr
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("do: slow", "do: train"))
+    done = subprocess.run(again, env=env, cwd=clone, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"accuracy": 0.93, "rank": 0}
+    assert seen(run, 1)["environment"]["PREFIX_TRAIN_ATTEMPT"] == "1"
+    done = subprocess.run(again, env=env, cwd=clone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"complete already: {run}/result.json")
+    inner = [*command[:place], str(run / "config.yaml")]
+    done = subprocess.run(inner, env=env, cwd=clone, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"to go on with it: python -m slurm.submit {run}" in done.stderr
 
 
 def test_time_limit_is_kept_with_a_warning_first(clone: Path) -> None:
@@ -194,7 +272,9 @@ def test_time_limit_is_kept_with_a_warning_first(clone: Path) -> None:
     done = submit(clone, "model.build.do=slow", "train.updates=200", *limits)
     assert done.returncode == runfolder.STOPPED, done.stdout + done.stderr
     run = run_folder(clone / "runs")
-    assert done.stderr.splitlines()[-1] == f"stopped as asked, with a checkpoint; to go on: bash {run}/submit.sh"
+    assert (
+        done.stderr.splitlines()[-1] == f"stopped as asked, with a checkpoint; to go on: python -m slurm.submit {run}"
+    )
     assert [end.status for end in heartbeat.read_ends(run)] == [runfolder.STOPPED] * 2
 
 

@@ -414,7 +414,7 @@ def test_run_that_saved_and_stopped_is_neither_complete_nor_failed(run: Path) ->
     end(run, 1, status=runfolder.STOPPED)
     found = finish.conclude(run, 0)
     assert found.status == runfolder.STOPPED
-    assert found.line == f"stopped as asked, with a checkpoint; to go on: bash {run}/submit.sh"
+    assert found.line == f"stopped as asked, with a checkpoint; to go on: python -m slurm.submit {run}"
     end(run, 1, signal=9)
     assert finish.conclude(run, 0).status == 137
 
