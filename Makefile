@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all lint replays bench-cpu bench-preflight clean
+.PHONY: setup demo test test-all test-cluster lint replays bench-cpu bench-preflight clean
 
 setup: $(READY)
 
@@ -26,7 +26,11 @@ test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow and not gpu'
 
 test-all: test
-	$(BIN)/pytest -m 'slow and not gpu'
+	$(BIN)/pytest -m 'slow and not gpu and not cluster'
+
+# Jobs that live through failures on the test cluster: longer than the selection of it in `make test`.
+test-cluster: $(READY)
+	$(BIN)/pytest -m 'slow and cluster'
 
 replays: $(READY)
 	$(BIN)/pytest --replays -n 2 --dist loadgroup -m 'not gpu'
