@@ -61,6 +61,7 @@ def submit(config: Config, run: Path) -> str:
             job = _executor(config, run).submit(run_rank, str(run))
         except (FailedJobError, FailedSubmissionError) as error:
             raise UserError(f"Slurm refused the job: {error}") from error
+    runfolder.write_text(run / runfolder.JOB, f"{job.job_id}\n")
     return str(job.job_id)
 
 

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 ANSWER_S = 30.0
 """Slurm's own clients give up after some 10 s (MessageTimeout); one that does not is given up here."""
@@ -74,3 +75,48 @@ def requeue(job: str, exclude: Iterable[str]) -> None:
 def outlive_requeue() -> None:
     """Ignore SIGTERM from here on, programs that this process starts included: a requeue sends it to this very job."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class JobState(NamedTuple):
+    """What Slurm says of a job. source: `squeue`, or `sacct` for one that the controller has forgotten."""
+
+    state: str
+    reason: str
+    source: str
+
+    @property
+    def running(self) -> bool:
+        """Whether its processes should be there."""
+        return self.state == "RUNNING"
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended for good."""
+        return self.state.split()[0] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+
+
+def job_states(jobs: Sequence[str], timeout_s: float = ANSWER_S) -> tuple[dict[str, JobState], list[str]]:
+    """What is known of `jobs`, and one line for each program that did not answer.
+
+    squeue knows what is not long over; sacct the rest, where there is accounting.
+    """
+    known: dict[str, JobState] = {}
+    silences: list[str] = []
+    if not jobs:
+        return known, silences
+    try:
+        lines = ask("squeue", "-h", "-r", "-t", "all", "--me", "-o", "%i|%T|%r", timeout_s=timeout_s).splitlines()
+        known = {
+            job: JobState(state, reason, "squeue") for job, state, reason in (line.split("|", 2) for line in lines)
+        }
+    except NoAnswer as silence:
+        silences.append(str(silence))
+    rest = [job for job in jobs if job not in known]
+    try:
+        asked = ("-j", ",".join(rest), "-o", "JobID,State,ExitCode")
+        lines = ask("sacct", "-X", "-n", "-P", *asked, timeout_s=timeout_s).splitlines() if rest else []
+        for job, state, status in (line.split("|") for line in lines):
+            known[job] = JobState(state, f"exit {status}", "sacct")
+    except NoAnswer as silence:
+        silences.append(str(silence))
+    return {job: known[job] for job in jobs if job in known}, silences

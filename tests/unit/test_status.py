@@ -1,0 +1,172 @@
+"""How runs stand: what Slurm says, what the run folder says, and where the two differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from configs import compose, runfolder
+from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig, WatchConfig
+from prefix_train import heartbeat
+from slurm import scheduler, standing, status
+from slurm.scheduler import JobState, NoAnswer
+
+RUNNING = JobState("RUNNING", "None", "squeue")
+FAILED = JobState("FAILED", "NonZeroExitCode", "squeue")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make(tmp_path / "demo-1")
+
+
+def make(run: Path, nodes: int = 1, tasks: int = 2) -> Path:
+    """A run folder as submit leaves it."""
+    config = Config(
+        data=DataConfig(train="t.jsonl"),
+        model=ModelConfig(build={"model_type": "x"}),
+        pack=PackConfig(packs_per_update=nodes * tasks),
+        train=TrainConfig(updates=40),
+        watch=WatchConfig(floor_s=3, first_update_s=60),
+        slurm=SlurmConfig(nodes=nodes, tasks_per_node=tasks),
+    )
+    (run / "logs").mkdir(parents=True)
+    runfolder.write_text(run / "config.yaml", compose.to_yaml(config))
+    (run / "job").write_text("4711\n")
+    return run
+
+
+def report(run: Path, updates: int) -> None:
+    """metrics.jsonl after `updates` updates of two seconds."""
+    lines = [
+        {"update": number, "loss": 3.0 / number, "logical_tokens_per_s": 1234.0, "seconds": 2.0}
+        for number in range(1, updates + 1)
+    ]
+    lines.append({"update": updates, "heldout_loss": 1.0})  # type: ignore[dict-item]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_running_job(run: Path) -> None:
+    for rank, update in enumerate((11, 10)):
+        heartbeat.Heartbeat(run, rank, 2).phase("forward", update)
+    report(run, 10)
+    found = standing.look(run, RUNNING, time.time())
+    assert (found.job, found.attempt, found.heard, found.ranks) == ("4711", 0, 2, 2)
+    assert (found.update, found.updates, found.loss) == (10, 40, 0.3)
+    assert found.left_s == 60.0
+    assert found.phase == "first_update of update 10"
+    assert found.doubts == ()
+    page = status.page(found)
+    assert "update   10 of 40, loss 0.3000, 1,234 logical tokens/s, 0:01:00 left" in page
+    assert "job 4711: RUNNING (None; squeue says so)" in page
+
+
+def test_job_that_has_not_begun(run: Path) -> None:
+    found = standing.look(run, JobState("PENDING", "Resources", "squeue"), time.time())
+    assert (found.heard, found.phase, found.left_s) == (0, None, None)
+    assert "Resources" in status.page(found)
+    assert "0 of 40" in status.page(found)
+
+
+def test_slurm_says_running_and_the_ranks_are_late(run: Path) -> None:
+    heartbeat.Heartbeat(run, 0, 2).phase("forward", 1)
+    found = standing.look(run, RUNNING, time.time() + 100)
+    assert len(found.doubts) == 1
+    assert "Slurm says RUNNING, but rank 0 is late: phase first_update has taken 100" in found.doubts[0]
+
+
+def test_slurm_says_it_is_over_and_a_rank_lives(run: Path) -> None:
+    heartbeat.Heartbeat(run, 0, 2).phase("forward", 1)
+    found = standing.look(run, FAILED, time.time() + 5)
+    assert found.doubts[0].startswith("Slurm says FAILED, but rank 0 on ")
+    assert found.doubts[0].endswith(" was alive 5 s ago")
+    assert found.doubts[0] in status.table([found])
+
+
+def test_slurm_says_completed_without_a_result_and_failed_with_one(run: Path) -> None:
+    completed = JobState("COMPLETED", "exit 0:0", "sacct")
+    assert standing.look(run, completed, 0.0).doubts == ("Slurm says COMPLETED, but there is no result.json",)
+    (run / "result.json").write_text('{"heldout_loss": 0.125, "accuracy": 0.93}')
+    assert standing.look(run, completed, 0.0).doubts == ()
+    found = standing.look(run, FAILED, 0.0)
+    assert found.doubts == ("Slurm says FAILED, but there is a result.json",)
+    assert found.end == "complete, heldout loss 0.125, accuracy 0.93"
+
+
+def test_half_a_line_of_metrics_is_left_out(run: Path) -> None:
+    report(run, 2000)
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"update": 2001, "lo')
+    assert standing.look(run, None, 0.0).update == 2000
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, **programs: str | NoAnswer) -> None:
+    def ask(program: str, *rest: str, timeout_s: float = 0) -> str:
+        found = programs[program]
+        if isinstance(found, NoAnswer):
+            raise found
+        return found
+
+    monkeypatch.setattr(scheduler, "ask", ask)
+
+
+def test_states_come_from_squeue_and_then_from_sacct(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, squeue="7|RUNNING|None\n8_1|PENDING|(Priority|x)\n", sacct="9|CANCELLED by 0|0:15\n")
+    found, silences = scheduler.job_states(["7", "8_1", "9", "10"])
+    assert silences == []
+    assert found == {
+        "7": JobState("RUNNING", "None", "squeue"),
+        "8_1": JobState("PENDING", "(Priority|x)", "squeue"),
+        "9": JobState("CANCELLED by 0", "exit 0:15", "sacct"),
+    }
+    assert found["9"].over
+    assert not found["8_1"].over
+
+
+def test_programs_that_do_not_answer_are_said(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    answers(monkeypatch, squeue=NoAnswer("squeue: not found"), sacct=NoAnswer("sacct: no answer in 10 s"))
+    found, silences = status.look_at([run])
+    assert found[0].slurm is None
+    assert silences == ["squeue: not found", "sacct: no answer in 10 s"]
+    assert "job 4711: not known" in status.page(found[0])
+
+
+def test_time_limit_of_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = tmp_path / "sinfo"
+    deaf.write_text("#!/bin/sh\nexec sleep 60\n")
+    deaf.chmod(0o755)
+    with pytest.raises(NoAnswer, match=r"sinfo -h: no answer in 0.2 s"):
+        scheduler.ask(str(deaf), "-h", timeout_s=0.2)
+    with pytest.raises(NoAnswer, match="not found"):
+        scheduler.ask(str(tmp_path / "nothing"))
+
+
+def test_command(tmp_path: Path, run: Path) -> None:
+    make(tmp_path / "demo-2")
+    command = [sys.executable, "-m", "slurm.status", "--root", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tmp_path)}, timeout=60)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(Path(one["run"]).name for one in document["runs"]) == ["demo-1", "demo-2"]
+    assert document["silent"] == ["squeue: not found", "sacct: not found"]
+    nowhere = subprocess.run([*command[:3], str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert nowhere.returncode == 2
+    assert nowhere.stderr == f"error: {tmp_path} is not a run folder: it has no config.yaml\n"
+
+
+def test_512_nodes_of_8_ranks_are_read_in_seconds(tmp_path: Path) -> None:
+    run = make(tmp_path / "big", nodes=512, tasks=8)
+    heartbeat.Heartbeat(run, 0, 4096).phase("forward", 7)
+    beat = json.loads((run / "heartbeat" / "rank0.json").read_text())
+    for rank in range(4096):
+        beat |= {"rank": rank, "host": f"node{rank // 8}", "update": 6 if rank == 3001 else 7}
+        (run / "heartbeat" / f"rank{rank}.json").write_text(json.dumps(beat))
+    before = time.process_time()
+    found = standing.look(run, RUNNING, time.time())
+    assert time.process_time() - before < 2
+    assert (found.heard, found.phase) == (4096, "first_update of update 6")
