@@ -72,7 +72,7 @@ def begin_job(run: Path) -> int | None:
     What follows from the life before is done here if nobody was left to do it, and nodes that were found to be at
     fault are moved away from.
     """
-    lives, job = read(run), os.environ["SLURM_JOB_ID"]
+    lives, job = read(run), scheduler.job_id(os.environ)
     if lives and lives[-1].cause is None:
         lives[-1], decision = _judge_last(run, lives)
         write(run, lives[-1], decision.why)

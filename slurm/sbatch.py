@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ FOLDER = "submitit"
 START_S = 60
 """Time for a step to start on every node."""
 
+ELEMENT = "%a"
+"""How Slurm writes an array element's number in the names of output files."""
+
 LEAKS = ("SLURM", "SBATCH", "SRUN", "SUBMITIT", "PMI")
 """Beginnings of variables that a job's environment must not bring into a job submitted from within it."""
 
@@ -40,29 +43,45 @@ def without_leaks(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
 
 
-def script(config: Config, run: Path) -> str:
-    """The text of the sbatch script for `run`; nothing is written or submitted."""
-    executor = _executor(config, run)
+def script(config: Config, run: Path, members: int = 0) -> str:
+    """The text of the sbatch script for `run`; nothing is written or submitted.
+
+    members: `run` holds that many runs, 0, 1, ..., which are the elements of one job array.
+    """
+    executor = _executor(config, run, members)
+    if members:
+        executor.parameters["map_count"] = members
     return str(executor._make_submission_file_text(executor._submitit_command_str, "")) + "\n"
 
 
 def submit(config: Config, run: Path) -> str:
     """Submit the job of `run` and return its id. UserError where there is no Slurm or it refuses the job."""
+    (job,) = _submit(config, run, [run], 0)
+    return job
+
+
+def submit_array(config: Config, folder: Path, members: Sequence[Path]) -> list[str]:
+    """Submit the runs 0, 1, ... in `folder` as one job array, at least two; their ids. Raises as `submit` does."""
+    return _submit(config, folder, members, len(members))
+
+
+def _submit(config: Config, folder: Path, runs: Sequence[Path], members: int) -> list[str]:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     from slurm.job import run_rank
 
     if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
         raise UserError(f"no {missing[0]} here: submit from a login node of the cluster, or give cluster=local")
-    make_folder(run)
+    make_folder(folder)
     # submitit also prints what sbatch says to stderr; the error below says it.
     with _environment(without_leaks(os.environ)), redirect_stderr(io.StringIO()):
         try:
-            job = _executor(config, run).submit(run_rank, str(run))
+            jobs = _executor(config, folder, members).map_array(run_rank, [str(run) for run in runs])
         except (FailedJobError, FailedSubmissionError) as error:
             raise UserError(f"Slurm refused the job: {error}") from error
-    runfolder.write_text(run / runfolder.JOB, f"{job.job_id}\n")
-    return str(job.job_id)
+    for run, job in zip(runs, jobs, strict=True):
+        runfolder.write_text(run / runfolder.JOB, f"{job.job_id}\n")
+    return [str(job.job_id) for job in jobs]
 
 
 def make_folder(run: Path) -> Path:
@@ -72,7 +91,7 @@ def make_folder(run: Path) -> Path:
     return folder
 
 
-def _executor(config: Config, run: Path) -> Any:
+def _executor(config: Config, run: Path, members: int) -> Any:
     from submitit import SlurmExecutor
 
     class Executor(SlurmExecutor):
@@ -83,13 +102,13 @@ def _executor(config: Config, run: Path) -> Any:
             return 1
 
     executor = Executor(run / FOLDER, max_num_timeout=config.slurm.max_requeues)
-    executor.update_parameters(**_parameters(config, run))
+    executor.update_parameters(**_parameters(config, run, members))
     return executor
 
 
-def _parameters(config: Config, run: Path) -> dict[str, Any]:
+def _parameters(config: Config, folder: Path, members: int) -> dict[str, Any]:
     """What submitit's Slurm executor is told."""
-    slurm = config.slurm
+    slurm, run = config.slurm, folder / ELEMENT if members else folder
     given = {name: getattr(slurm, name) for name in ("partition", "account", "qos", "mem", "constraint", "exclude")}
     given |= {name: getattr(slurm, name) for name in ("nodelist", "dependency", "comment", "mail_user", "mail_type")}
     extra: dict[str, Any] = {name: text or True for name, text in slurm.extra.items()}
@@ -99,7 +118,7 @@ def _parameters(config: Config, run: Path) -> dict[str, Any]:
     extra |= {"time": slurm.time, "output": str(run / runfolder.LOGS / "job-%j.log"), "requeue": True}
     return {
         **{name: value for name, value in given.items() if value},
-        "job_name": run.name,
+        "job_name": folder.name,
         "time": max(1, time_limit_s(slurm.time) // 60),
         "nodes": slurm.nodes,
         "ntasks_per_node": slurm.tasks_per_node,
@@ -116,7 +135,7 @@ def _parameters(config: Config, run: Path) -> dict[str, Any]:
 
 
 def _setup(config: Config, run: Path) -> Iterator[str]:
-    yield f"PREFIX_TRAIN_RUN={shlex.quote(str(run))} PREFIX_TRAIN_PYTHON={shlex.quote(sys.executable)}"
+    yield f"PREFIX_TRAIN_RUN={_folder(run)} PREFIX_TRAIN_PYTHON={shlex.quote(sys.executable)}"
     yield "export PYTHONSAFEPATH=1"
     finish = _line(acts.command("slurm.finish", str(run)), run)
     yield f'stop() {{ PYTHONPATH="$PREFIX_TRAIN_RUN/{runfolder.CODE}" {finish} "$1:$2"; exit $?; }}'
@@ -132,6 +151,13 @@ def _setup(config: Config, run: Path) -> Iterator[str]:
     log = f"--output={run / runfolder.LOGS / 'watch-%j-%n.log'}"
     watch = _node_step(config, "--overlap", "--mem=0", log)
     yield f"{watch} {_line(acts.command('slurm.watch', str(run)), run)} &"
+
+
+def _folder(run: Path) -> str:
+    """The run folder as a shell word."""
+    if run.name == ELEMENT:
+        return f'{shlex.quote(str(run.parent))}/"$SLURM_ARRAY_TASK_ID"'
+    return shlex.quote(str(run))
 
 
 def _teardown(run: Path) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 ANSWER_S = 30.0
@@ -39,6 +39,16 @@ def ask(*argv: str, timeout_s: float = ANSWER_S) -> str:
 def job_nodes() -> tuple[str, ...]:
     """Names of this job's nodes, in Slurm's order."""
     return names(os.environ["SLURM_JOB_NODELIST"])
+
+
+def job_id(environment: Mapping[str, str]) -> str:
+    """This job's id; an array element's in the form `array_element`.
+
+    The plain number of one of the elements is the whole array's: a requeue by it would begin all of them again.
+    """
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
 
 
 def names(*lists: str) -> tuple[str, ...]:

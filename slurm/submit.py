@@ -30,7 +30,7 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import heartbeat
-from slurm import acts, freeze, planned, sbatch
+from slurm import acts, freeze, planned, sbatch, sweep
 
 LIVELY_S = 60.0
 """A rank that has beaten within so many seconds and left no word of its end is taken to be running."""
@@ -142,6 +142,34 @@ def still_running(run: Path) -> str | None:
     return None
 
 
+def start_array(config: Path, overrides: list[str], sweeps: list[str], dry_run: bool, as_json: bool) -> int:
+    """Start every combination of the swept options as an element of one job array, each with its own run folder."""
+    chosen = sweep.combinations(sweeps)
+    composed = [resolve(compose.load(config, [*overrides, *one]), Path.cwd()) for one in chosen]
+    if composed[0].cluster != "slurm":
+        raise UserError(f"--sweep makes a Slurm job array, and cluster is {composed[0].cluster}: give cluster=slurm")
+    folder = name_run(composed[0])
+    runs = [folder / str(number) for number in range(len(composed))]
+    print(
+        f"sweep   {folder}", *(f"{run.name:<8}{' '.join(one)}" for run, one in zip(runs, chosen, strict=True)), sep="\n"
+    )
+    if dry_run:
+        print(f"\n{sbatch.script(composed[0], folder, len(runs))}", end="")
+        return 0
+    for run, one in zip(runs, composed, strict=True):
+        make_run(one, run)
+    try:
+        jobs = sbatch.submit_array(composed[0], folder, runs)
+    except UserError:
+        shutil.rmtree(folder)
+        raise
+    status = shlex.join(["python", "-m", "slurm.status", "--root", str(folder)])
+    print(f"jobs    {jobs[0]} to {jobs[-1]}\nfollow  {status}")
+    if as_json:
+        print_json({"sweep": str(folder), "runs": [str(run) for run in runs], "jobs": jobs, "options": chosen})
+    return 0
+
+
 app = make_app(
     "Compose, check, freeze the code and start a job. Example: python -m slurm.submit configs/digits.yaml cluster=local"
 )
@@ -151,6 +179,10 @@ app = make_app(
 def main(
     config: Annotated[Path, typer.Argument(help="YAML file of a new run, or the folder of one to go on with.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Options to change.")] = None,
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", help="KEY=VALUE,VALUE,...: one job array with a run for each (repeat)."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")] = False,
 ) -> int:
@@ -160,6 +192,8 @@ def main(
     if (config.parent / runfolder.CODE).is_dir() and config.name == runfolder.CONFIG:
         command = shlex.join(["python", "-m", "slurm.submit", str(config.parent)])
         raise UserError(f"{config} belongs to a run; to go on with it: {command}")
+    if sweeps:
+        return start_array(config, overrides or [], sweeps, dry_run, as_json)
     composed = resolve(compose.load(config, overrides or []), Path.cwd())
     run, plan = name_run(composed), planned.sketch(composed)
     if dry_run:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from configs import runfolder
 from slurm import life
@@ -33,8 +34,8 @@ class Job:
     @property
     def log(self) -> str:
         """What the batch script and its steps printed."""
-        path = self.run / runfolder.LOGS / f"job-{self.id}.log"
-        return path.read_text() if path.exists() else ""  # the job has not begun, or its folder is gone
+        paths = (self.run / runfolder.LOGS).glob("job-*.log")  # none: the job has not begun, or its folder is gone
+        return "".join(path.read_text() for path in paths)
 
     @property
     def last_line(self) -> str:
@@ -80,6 +81,14 @@ def start(
     return replace(job, run=lab.within(job.run))
 
 
+def start_sweep(lab: Lab, clone: Path, sweep: str, *arguments: str) -> list[Job]:
+    """Submit a sweep of the stand-in trainer as a job array of one node each."""
+    options = _options(arguments, 1, 1)
+    command, env = submit_command(clone, *options, "--sweep", sweep, **_place(lab))
+    document = _submit(command, clone, env)
+    return [Job(lab, job, Path(run)) for job, run in zip(document["jobs"], document["runs"], strict=True)]
+
+
 def start_real(lab: Lab, folder: Path, *arguments: str, nodes: int = 2, ranks: int = 1, **environment: str) -> Job:
     """Submit the real trainer of this source with a tiny model, in `folder`."""
     config = folder / "tiny.yaml"
@@ -119,7 +128,12 @@ def _place(lab: Lab) -> dict[str, str]:
 
 
 def _submitted(lab: Lab, command: list[str], folder: Path, env: dict[str, str]) -> Job:
+    document = _submit(command, folder, env)
+    return Job(lab, document["job"], Path(document["run"]))
+
+
+def _submit(command: list[str], folder: Path, env: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
-    return Job(lab, document["job"], Path(document["run"]))
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document

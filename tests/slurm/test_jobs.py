@@ -33,7 +33,7 @@ def test_job_of_two_nodes_runs_to_its_end_in_a_folder_with_a_hostile_name(
     root = tmp_path / 'it\'s "my" $(runs) größe'
     job = jobs.start(lab, clone, f"run_root={root}", "name='a\nb; rm -rf \"x'", 'slurm.comment=it\'s "$HOME"', ranks=2)
     job.end("COMPLETED")
-    assert job.last_line == "complete"
+    assert job.last_line.startswith("complete")
     assert job.status == 0
     places = [seen(job.run, rank)["environment"] for rank in range(4)]
     assert [place["SLURMD_NODENAME"] for place in places] == ["node1", "node1", "node2", "node2"]
@@ -67,7 +67,7 @@ def test_two_submissions_at_once_and_one_from_within_a_job(lab: Lab, clone: Path
     assert len({job.run for job in found}) == 3
     for job in found:
         job.end("COMPLETED")
-        assert job.last_line == "complete"
+        assert job.last_line.startswith("complete")
 
 
 @pytest.mark.slow
@@ -262,3 +262,41 @@ def test_run_folder_that_is_removed_ends_the_job(lab: Lab, clone: Path, tmp_path
     assert f"failed: the run folder {job.run} is gone" in log.splitlines()
     assert not job.run.exists(), "nothing is to bring it back"
     assert lab.job(job.id)["Restarts"] == "0"
+
+
+@pytest.mark.slow
+def test_elements_of_an_array_live_and_end_by_themselves(lab: Lab, clone: Path) -> None:
+    quick, stopped = jobs.start_sweep(lab, clone, "model.build.do=train,slow", "train.updates=14")
+    stopped.wait_update(2)
+    lab.run("scancel", "--signal=USR2", stopped.id)
+    quick.end("COMPLETED")
+    stopped.end("COMPLETED")
+    assert [life.cause for life in stopped.lives] == ["stopped", "complete"]
+    assert [life.cause for life in quick.lives] == ["complete"]
+    assert stopped.run.parent == quick.run.parent
+    assert seen(stopped.run, 0)["environment"]["SLURM_ARRAY_TASK_ID"] == "1"
+
+
+@pytest.mark.slow
+def test_node_whose_network_falls_silent_is_left_out(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=40")
+    job.wait_update(3)
+    lab.node_cut("node2")
+    job.wait_life(1)
+    lab.node_kill("node2")
+    job.end("COMPLETED")
+    assert job.lives[0].excluded == ("node2",)
+    assert "node2" not in job.lives[1].nodes
+
+
+@pytest.mark.slow
+def test_stopped_rank_is_named_and_its_node_left_out(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25")
+    job.wait_update(5)
+    (pid,) = lab.processes("node2", "slurm.rank")
+    lab.inside("kill", "-STOP", pid, node="node2")
+    job.end("COMPLETED")
+    first, second = job.lives
+    assert (first.cause, first.culprits, first.excluded) == ("hang", ("node2",), ("node2",))
+    assert "stuck: rank 1 is stopped" in job.log
+    assert (second.cause, "node2" in second.nodes) == ("complete", False)

@@ -31,7 +31,8 @@ def plant(lab: Lab, folder: Path) -> str:
 def test_training_on_two_nodes_of_two_ranks(lab: Lab, folder: Path) -> None:
     job = jobs.start_real(lab, folder, *SLOW_START, ranks=2)
     job.end("COMPLETED")
-    assert (job.status, job.last_line) == (0, "complete")
+    assert job.status == 0
+    assert job.last_line.startswith("complete")
     result = runfolder.read_json(job.run / runfolder.RESULT)
     assert result["ranks"] == 4
     assert result["verify"]["passed"]

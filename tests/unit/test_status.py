@@ -170,3 +170,9 @@ def test_512_nodes_of_8_ranks_are_read_in_seconds(tmp_path: Path) -> None:
     found = standing.look(run, RUNNING, time.time())
     assert time.process_time() - before < 2
     assert (found.heard, found.phase) == (4096, "first_update of update 6")
+
+
+def test_element_of_an_array_is_not_the_array() -> None:
+    element = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    assert scheduler.job_id(element) == "70_3"
+    assert scheduler.job_id({"SLURM_JOB_ID": "71"}) == "71"
