@@ -96,6 +96,9 @@ def judge_command(
     runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
     runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
     runfolder.write_text(folder / "report.txt", report.text(verdict), run=run_folder)
+    if verdict.passed and not verdict.problems and len(verdict.nodes) == 1 and not as_json:
+        print(report.headline(verdict))
+        return 0
     return _print(verdict, as_json)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
+from pathlib import Path
 
 import pytest
 
 from configs.schema import PreflightConfig
-from preflight import report
+from preflight import __main__, report
 from preflight.compare import COMPARED
 from preflight.judge import judge
 from preflight.packages import judge_package
@@ -37,6 +39,21 @@ def facts(package: str = "torch", **changes: object) -> dict[str, object]:
 def node(name: str, *findings: Finding) -> NodeReport:
     host = Finding("host.name", "pass", f"{name} is 10.0.0.1", "", {"addresses": ["10.0.0.1"], "loopback": False})
     return NodeReport(name, (host, *findings))
+
+
+def test_one_fit_node_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    given = "model: {build: {model_type: qwen3}}\ndata: {train: t}\npack: {packs_per_update: 2}\ntrain: {updates: 1}\n"
+    (tmp_path / "config.yaml").write_text(given)
+    (tmp_path / "preflight" / "0").mkdir(parents=True)
+    for name in ("node1", "node2"):
+        content = json.dumps(node(name).to_json())
+        (tmp_path / "preflight" / "0" / f"{name}.json").write_text(content)
+        assert __main__.judge_command(tmp_path) == 0
+        said.append(capsys.readouterr().out.splitlines())
+    assert said[0] == ["PASS: 1 node(s)"]
+    assert len(said[1]) > 1
+    assert len((tmp_path / "preflight" / "0" / "report.txt").read_text().splitlines()) > 1
 
 
 def package_finding(**changes: object) -> Finding:
