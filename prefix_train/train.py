@@ -20,12 +20,12 @@ from torch import nn
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, checkpoint, digits, dist, gradients, kernels, outcome, plan_summary, shard
+from prefix_train import anatomy, checkpoint, digits, dist, gradients, kernels, outcome, shard
 from prefix_train import model as models
 from prefix_train.feed import Feed, load_agreed
 from prefix_train.heartbeat import Heartbeat
 from prefix_train.heldout import Heldout
-from prefix_train.plan import Cursor, Step
+from prefix_train.plan import Cursor, RunPlan, Step
 from prefix_train.render import Renderer
 from prefix_train.report import Reporter, Update, memory_bytes
 from prefix_train.step import Stepper, StepResult, learning_rate, update
@@ -177,7 +177,7 @@ class Life:
             self.config.trackers,
             asdict(self.config),
         )
-        self.reporter.say(line or plan_summary.describe(self.feed.plan.epoch(0)))
+        self.reporter.say(line or begins(self.feed.plan))
         return cursor
 
     def _make_stepper(self) -> Stepper:
@@ -230,6 +230,11 @@ class Life:
         digest = self.feed.plan.epoch(at.epoch).digest
         cursor = checkpoint.Cursor(at.number, at.epoch, at.update, digest, self.feed.digest)
         checkpoint.save(self.run, self.ranks, self.parameters, self.optimizer, cursor, self.config)
+
+
+def begins(plan: RunPlan) -> str:
+    """What is begun, in one line: the plan's figures have been told when it was made."""
+    return f"begins: {plan.total:,} updates of the plan with sha256 {plan.epoch(0).digest[:16]}"
 
 
 def prepare_data(config: Config) -> None:
