@@ -80,7 +80,7 @@ def conclude(run: Path, srun_status: int, per_node: int | None = None) -> Outcom
         return Outcome(runfolder.STOPPED, f"stopped as asked, with a checkpoint; {resume(run)}", "stopped")
     if not (run / runfolder.RESULT).is_file():
         return Outcome(FAILED, f"failed: all ranks ended well, but there is no {runfolder.RESULT}")
-    return Outcome(0, "complete", "complete")
+    return Outcome(0, f"complete{_answered(run)}; {run / runfolder.RESULT}", "complete")
 
 
 def act_failed(run: Path, name: str, status: int) -> Outcome:
@@ -128,13 +128,23 @@ def begin_again(run: Path, mine: Life) -> None:
 
 
 def interrupted(run: Path, ended: Outcome, number: int) -> Outcome:
-    """`ended`, said as what it is where signal `number` (0: none) asked this job to end and it could not save."""
-    if not number or ended.status in (0, runfolder.STOPPED):
+    """`ended`, said as what it is where signal `number` (0: none) asked this job to end.
+
+    A rank that failed by itself, as in saving, keeps its own line.
+    """
+    if not number or ended.cause not in ("stopped", "killed", "died", "network", "unknown"):
         return ended
     update = life.reached(run, runfolder.current_attempt(run))
-    saved = sorted(path.name for path in (run / runfolder.CHECKPOINTS).glob("update-*") if ".tmp" not in path.name)
-    what = f"the newest checkpoint is {saved[-1]}" if saved else "no checkpoint yet"
-    return Outcome(128 + number, f"interrupted in update {update}; {what}; {resume(run)}", "stopped")
+    where = f"in update {update}" if update else "before training"
+    status = runfolder.STOPPED if ended.status == runfolder.STOPPED else 128 + number
+    return Outcome(status, f"interrupted {where}; {saved(run)}; {resume(run)}", "stopped")
+
+
+def saved(run: Path) -> str:
+    """How far the run is saved, in words; whether the checkpoint is whole is seen when it is read."""
+    names = (path.name for path in (run / runfolder.CHECKPOINTS).glob("update-*"))
+    updates = [int(name.removeprefix("update-")) for name in names if name.removeprefix("update-").isdecimal()]
+    return f"saved after update {max(updates)}" if updates else "nothing is saved yet"
 
 
 def resume(run: Path) -> str:
@@ -150,6 +160,14 @@ def wait_for_words(run: Path, seconds: float) -> None:
         if ends and not _silent(ends):
             return
         time.sleep(0.1)
+
+
+def _answered(run: Path) -> str:
+    result = runfolder.read_json(run / runfolder.RESULT)
+    if "accuracy" not in result:
+        return ""
+    chance = result.get("chance")
+    return f": answered exactly {result['accuracy']:.1%}" + ("" if chance is None else f" (chance {chance:.0%})")
 
 
 def _silent(ends: list[End]) -> list[int]:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -33,6 +34,7 @@ from slurm.finish import Outcome
 from slurm.live import Live
 from slurm.sbatch import make_folder
 
+STOPPING = "stopping after this update; Ctrl-C again ends at once"
 LOOK_EVERY_S = 0.2
 END_WATCHER_S = 5.0
 
@@ -40,7 +42,8 @@ END_WATCHER_S = 5.0
 def run_job(run: Path) -> Outcome:
     """All acts of the job in `run`, then its ranks."""
     config = from_run(run)
-    signal.signal(signal.SIGTERM, _terminate)  # an act that is running ends with this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a script's `&` had SIGINT ignored
+        signal.signal(number, _interrupt)
     life.begin_next(run)
     (run / runfolder.LOGS).mkdir(exist_ok=True)
     for act in acts.before_training(config, run):
@@ -52,11 +55,20 @@ def run_job(run: Path) -> Outcome:
 
 
 def _run_act(act: Act, run: Path) -> int:
-    """Run one act to its end; one that is judged later leaves what it prints in the logs."""
-    if act.decides:
-        return subprocess.run(act.argv, stdin=subprocess.DEVNULL, check=False).returncode
-    with (run / runfolder.LOGS / f"{act.name}.log").open("ab") as log:
-        return subprocess.run(act.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode
+    """Run one act to its end; one that is judged later leaves what it prints in the logs.
+
+    It has a process group of its own: a Ctrl-C in the terminal is answered here, which ends all that the act started.
+    """
+    with contextlib.ExitStack() as stack:
+        path = run / runfolder.LOGS / f"{act.name}.log"
+        log = None if act.decides else stack.enter_context(path.open("ab"))
+        process = subprocess.Popen(act.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
 
 
 def _train_in_ranks(config: Config, run: Path) -> Outcome:
@@ -74,13 +86,12 @@ def _train_in_ranks(config: Config, run: Path) -> Outcome:
         tasks_per_node=config.slurm.tasks_per_node,
     )
     live = Live(run, config.train.updates)
-    # submitit's controller and tasks inherit this: a Ctrl-C in the terminal is answered here alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ranks = executor.submit(job.run_rank, str(run))
-    asked = Asked(config.slurm.signal_delay_s)
+    asked = Asked(config.slurm.signal_delay_s)  # before anything has started that would be left over
+    with _ignored(signal.SIGINT):  # submitit's processes inherit this: a Ctrl-C in the terminal is answered here alone
+        ranks = executor.submit(job.run_rank, str(run))
     controller: subprocess.Popen[bytes] = getattr(ranks, "_process")  # noqa: B009  submitit keeps it to itself
     watcher = subprocess.Popen(
-        acts.command("slurm.watch", str(run), "--parent", str(os.getpid())), stdin=subprocess.DEVNULL
+        acts.command("slurm.watch", str(run), "--parent", str(os.getpid())), stdin=subprocess.DEVNULL, process_group=0
     )
     try:
         while not ranks.done():
@@ -123,7 +134,7 @@ class Asked:
         self._answered = self._times
         if self._times == 1:
             self._until = time.monotonic() + self._patience_s
-            print("stopping after this update; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+            print(STOPPING, file=sys.stderr, flush=True)
             controller.send_signal(signal.SIGTERM)  # submitit passes it on, and the ranks save
         else:
             _kill(controller)
@@ -151,10 +162,21 @@ def _train_here(config: Config, run: Path) -> Outcome:
     rank = DebugExecutor(make_folder(run)).submit(run_here, run)
     os.environ["SUBMITIT_EXECUTOR"], os.environ["SUBMITIT_DEBUG_JOB_ID"] = "debug", str(rank.job_id)
     os.environ.update(job.rank_environment(config, job.find_place(os.environ), os.environ))
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: _ask_here(asked, number))
     # `exception` runs it here; `result` would drop into pdb.
     if (error := rank.exception()) is not None:
         raise error
-    return finish.conclude(run, 0)
+    return finish.interrupted(run, finish.conclude(run, 0), asked[0] if asked else 0)
+
+
+def _ask_here(asked: list[int], number: int) -> None:
+    """First have the trainer of this process save, by the signal that it listens to, then end."""
+    if asked:
+        _interrupt(number, None)
+    asked.append(number)
+    print(STOPPING, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end(controller: subprocess.Popen[bytes], watcher: subprocess.Popen[bytes]) -> None:
@@ -166,8 +188,18 @@ def _end(controller: subprocess.Popen[bytes], watcher: subprocess.Popen[bytes]) 
         watcher.wait()
 
 
-def _terminate(number: int, _: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
+def _interrupt(number: int, _: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+@contextlib.contextmanager
+def _ignored(number: int) -> Iterator[None]:
+    """Ignore signal `number` in the block, and in the processes that it starts to their end."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def _free_port() -> int:
@@ -184,8 +216,9 @@ def main(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> int:
     """Exit with the training's own status; the last line is the result."""
     try:
         ended = run_job(run)
-    except KeyboardInterrupt:
-        ended = Outcome(128 + signal.SIGINT, f"interrupted before training; {finish.resume(run)}", "stopped")
+    except KeyboardInterrupt as interrupt:
+        number = interrupt.args[0] if interrupt.args else signal.SIGINT
+        ended = finish.interrupted(run, Outcome(128 + number, ""), number)
     print(ended.line, file=sys.stdout if ended.status == 0 else sys.stderr, flush=True)
     if ended.status == 0:
         print_json(runfolder.read_json(run / runfolder.RESULT))

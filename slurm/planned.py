@@ -11,13 +11,15 @@ from prefix_train import lengths, plan_summary
 MOST_EXAMPLES = 20_000
 """Beyond this, planning alone takes longer than an answer on a login node should."""
 
+NO_INDEX = "there is no length index yet: the job makes it first (so does `prefix-train plan CONFIG`)"
+
 FIGURES = ("packs", "updates", "examples", "positions", "logical_tokens", "ratio", "digest")
 
 
 def sketch(config: Config) -> dict[str, Any]:
     """Figures of the first epoch's plan under `known`, or under `unknown` why there are none."""
     if not lengths.index_path(config).exists():
-        return {"unknown": "there is no length index yet: the job makes it first (so does `prefix-train plan CONFIG`)"}
+        return {"unknown": NO_INDEX}
     try:
         index = lengths.load(config)
         if len(index.forest) > MOST_EXAMPLES:
@@ -33,7 +35,7 @@ def sketch(config: Config) -> dict[str, Any]:
 def line(found: dict[str, Any]) -> str:
     """`sketch`'s answer for people."""
     if "unknown" in found:
-        return f"not known: {found['unknown']}"
+        return "made by the job" if found["unknown"] == NO_INDEX else f"not known: {found['unknown']}"
     known = found["known"]
     if "packs" not in known:
         return (

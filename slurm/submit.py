@@ -18,6 +18,7 @@ import re
 import secrets
 import shlex
 import shutil
+import socket
 import time
 import unicodedata
 from typing import Annotated, Any
@@ -30,10 +31,11 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import heartbeat
-from slurm import acts, freeze, planned, sbatch, sweep
+from slurm import acts, finish, freeze, planned, sbatch, sweep
+from slurm.watch import is_alive
 
 LIVELY_S = 60.0
-"""A rank that has beaten within so many seconds and left no word of its end is taken to be running."""
+"""A rank of another machine that has beaten within so many seconds and left no word of its end is taken to run."""
 
 MAX_NAME = 48
 """Letters of a run's name that go into its folder's name."""
@@ -91,25 +93,39 @@ def start_script(config: Config, run: Path) -> str:
     )
 
 
-def start_local(run: Path) -> None:
-    """Become the job: from here on nothing but the frozen code runs."""
+def become(run: Path, module: str, *arguments: str) -> None:
+    """Become `module` of the run's frozen code: from here on nothing else runs."""
     environment = freeze.environment(run, sbatch.without_leaks(os.environ))
     sys.stdout.flush()
-    argv = acts.command("slurm.local", str(run))
+    argv = acts.command(module, *arguments)
     os.execve(argv[0], argv, environment)
+
+
+def is_frozen(run: Path) -> bool:
+    """Is this very module the run's own?"""
+    return os.path.samefile(__file__, run / runfolder.CODE / "slurm" / "submit.py")
 
 
 def describe(run: Path, plan: dict[str, Any]) -> str:
     """Where the run is, what is planned, and how to follow it."""
-    follow = shlex.join(["tail", "-F", str(run / runfolder.LOGS / "rank0.log")])
-    return f"run     {run}\nplan    {planned.line(plan)}\nfollow  {follow}"
+    return f"run     {run}\nplan    {planned.line(plan)}\n{follow(run)}"
+
+
+def follow(run: Path) -> str:
+    """How to see what rank 0 says."""
+    return f"follow  {shlex.join(['tail', '-F', str(run / runfolder.LOGS / 'rank0.log')])}"
 
 
 def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
     """Begin another life of an existing run, from its newest checkpoint, with its own code and options."""
-    config = compose.from_run(run)
+    if not (run / runfolder.CODE / "slurm").is_dir():
+        raise UserError(f"{run} is a folder, but not that of a run: give a configuration (YAML) or a run folder")
     if overrides:
         raise UserError(f"{run} is a run: its options are frozen; leave out {overrides[0]}, or submit a configuration")
+    if not is_frozen(run):
+        flags = [flag for flag, given in (("--dry-run", dry_run), ("--json", as_json)) if given]
+        become(run, "slurm.submit", *flags, "--", str(run))
+    config = compose.from_run(run)
     if (run / runfolder.RESULT).is_file():
         result = runfolder.read_json(run / runfolder.RESULT)
         if result.get("verify", {"passed": True})["passed"]:
@@ -118,12 +134,12 @@ def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
             return 0
     if alive := still_running(run):
         raise UserError(f"{run} is still running: {alive}; wait for its end, or end it")
-    print(f"run     {run}\nfollow  {shlex.join(['tail', '-F', str(run / runfolder.LOGS / 'rank0.log')])}", flush=True)
+    print(f"run     {run}\nresume  {finish.saved(run)}\n{follow(run)}", flush=True)
     if dry_run:
-        print(f"\n{(run / runfolder.SUBMIT_SCRIPT).read_text(encoding='utf-8')}", end="")
+        print(f"\n{start_script(config, run)}", end="")
         return 0
     if config.cluster != "slurm":
-        start_local(run)
+        become(run, "slurm.local", str(run))
     job = sbatch.submit(config, run)
     print(f"job     {job}")
     if as_json:
@@ -132,12 +148,13 @@ def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
 
 
 def still_running(run: Path) -> str | None:
-    """A rank of the run's present life that has beaten lately and not ended, in words."""
+    """A rank of the run's present life that runs, as far as can be seen from this machine, in words."""
     attempt = runfolder.current_attempt(run)
     ended = {end.rank for end in heartbeat.read_ends(run) if end.attempt == attempt}
     for beat in heartbeat.read(run):
         age = time.time() - beat.time
-        if beat.attempt == attempt and beat.rank not in ended and age < LIVELY_S:
+        runs = is_alive(beat) if beat.host == socket.gethostname() else age < LIVELY_S
+        if beat.attempt == attempt and beat.rank not in ended and runs:
             return f"rank {beat.rank} on {beat.host} was in {beat.phase} of update {beat.update} {age:.0f} s ago"
     return None
 
@@ -205,7 +222,7 @@ def main(
     make_run(composed, run)
     print(describe(run, plan), flush=True)
     if composed.cluster != "slurm":
-        start_local(run)
+        become(run, "slurm.local", str(run))
     try:
         job = sbatch.submit(composed, run)
     except UserError:

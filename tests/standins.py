@@ -46,6 +46,7 @@ def main(run):
         act(config.model.build.get("do", "train"), rank, update)
         beat.phase("optimizer", update)
         if stop:
+            (run / runfolder.CHECKPOINTS / f"update-{update:06d}").mkdir(parents=True, exist_ok=True)
             return runfolder.STOPPED
     beat.phase("done")
     if rank == 0 and config.model.build.get("do") != "forget":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import fake_slurm
-from tests.standins import make_clone, run_folder, seen, submit
+from tests.standins import make_clone, run_folder, seen, submit, submit_command
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_job_runs_to_its_end_also_in_a_folder_with_a_hostile_name(clone: Path, p
     run, script = submitted(clone, programs, f"run_root={root}", "slurm.setup=[export FROM_SETUP='a b']", **outer)
     done = fake_slurm.run_script(script, programs, tasks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "complete"
+    assert done.stdout.splitlines()[-1] == f"complete: answered exactly 93.0%; {run}/result.json"
     for rank in (0, 1):
         found = seen(run, rank)
         assert found["train"] == str(run / "code" / "prefix_train" / "train.py")
@@ -122,9 +122,24 @@ def test_refused_submission_is_one_line_and_leaves_nothing(clone: Path, programs
     assert list((clone / "runs").iterdir()) == []
 
 
-def test_two_submissions_at_once_have_their_own_folders(clone: Path, programs: Path) -> None:
-    from tests.standins import submit_command
+def test_submitting_a_run_submits_its_job_again_with_its_own_code(clone: Path, programs: Path) -> None:
+    run, script = submitted(clone, programs)
+    before = script.read_text()
+    script.unlink()
+    module = clone / "slurm" / "sbatch.py"
+    module.write_text(module.read_text().replace("START_S = 60", "START_S = 61"))
+    command, env = submit_command(clone, PATH=f"{programs}:{os.environ['PATH']}")
+    again = [word if not word.endswith(".yaml") else str(run) for word in command]
+    for extra in (["--dry-run"], ["--json"]):
+        done = subprocess.run([*again, *extra], env=env, cwd=clone, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[1] == "resume  nothing is saved yet"
+        assert script.exists() == (extra == ["--json"])
+    assert json.loads(done.stdout.splitlines()[-1]) == {"run": str(run), "job": "4711"}
+    assert script.read_text() == before
 
+
+def test_two_submissions_at_once_have_their_own_folders(clone: Path, programs: Path) -> None:
     command, env = submit_command(clone, "cluster=slurm", PATH=f"{programs}:{os.environ['PATH']}")
     both = [subprocess.Popen(command, cwd=clone, env=env, stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]

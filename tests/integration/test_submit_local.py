@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -38,11 +43,11 @@ def test_local_run_from_inside_the_clone(clone: Path) -> None:
     run = run_folder(clone / "runs")
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["run", str(run)]
-    assert lines[1].startswith("plan    not known: there is no length index yet")
+    assert lines[1] == "plan    made by the job"
     assert lines[2] == f"follow  tail -F {run}/logs/rank0.log"
     assert "rank 0 of 2 says hello" in lines
     assert "rank 1 of 2 says hello" not in lines
-    assert lines[-2] == "complete"
+    assert lines[-2] == f"complete: answered exactly 93.0%; {run}/result.json"
     assert json.loads(lines[-1]) == {"accuracy": 0.93, "rank": 0}
     for rank in (0, 1):
         assert_frozen(run, rank)
@@ -203,9 +208,88 @@ def test_asked_once_a_run_saves_and_says_how_to_go_on(clone: Path, number: int) 
     assert process.returncode == runfolder.STOPPED, told
     lines = told.splitlines()
     assert "stopping after this update; Ctrl-C again ends at once" in lines
-    assert lines[-1] == f"stopped as asked, with a checkpoint; to go on: python -m slurm.submit {run}"
+    assert interrupted(lines[-1], run)
     assert "Traceback" not in told
+    assert "Traceback" not in (run / "logs" / "rank0.log").read_text()
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    wait_for(lambda: not session(process.pid))
+
+
+def interrupted(line: str, run: Path) -> bool:
+    """Is `line` that of a run that has saved?"""
+    line = re.sub(r"update \d+", "update N", line)
+    return line == f"interrupted in update N; saved after update N; to go on: python -m slurm.submit {run}"
+
+
+def session(leader: int) -> list[psutil.Process]:
+    """What is left of the session that `leader` began."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def test_ctrl_c_typed_into_a_terminal(clone: Path) -> None:
+    command, env = submit_command(clone, "model.build.do=slow", "train.updates=200")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        cwd=clone,
+        env=env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    wait_for(lambda: len(list(clone.glob("runs/*/seen/rank*.json"))) == 2)
+    os.write(ours, b"\x03")
+    told = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when its last process is
+        while some := os.read(ours, 65536):
+            told += some
+    os.close(ours)
+    assert process.wait(10) == runfolder.STOPPED, told
+    lines = told.decode().splitlines()
+    assert "stopping after this update; Ctrl-C again ends at once" in "".join(lines)
+    assert interrupted(lines[-1], run_folder(clone / "runs"))
+    assert "Traceback" not in told.decode()
+    wait_for(lambda: not session(process.pid))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_before_training(clone: Path, tmp_path: Path, number: int) -> None:
+    command, env = submit_command(clone, STANDIN_GATE=str(tmp_path / "never"))
+    process = subprocess.Popen(
+        command,
+        cwd=clone,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: list(clone.glob("runs/*/planned")))
+    os.killpg(process.pid, number)
+    _, told = process.communicate(timeout=30)
+    run = run_folder(clone / "runs")
+    assert process.returncode == 128 + number
+    assert told == f"interrupted before training; nothing is saved yet; to go on: python -m slurm.submit {run}\n"
+    wait_for(lambda: not session(process.pid))
+
+
+def test_debug_saves_when_asked(clone: Path) -> None:
+    command, env = submit_command(clone, "cluster=debug", "model.build.do=slow", "train.updates=200")
+    process = subprocess.Popen(command, cwd=clone, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: any(beat.phase == "forward" for run in clone.glob("runs/*") for beat in heartbeat.read(run)))
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == runfolder.STOPPED, told
+    assert interrupted(told.splitlines()[-1], run_folder(clone / "runs"))
+    assert "Traceback" not in told
 
 
 def wedged(run: Path) -> bool:
@@ -222,7 +306,7 @@ def test_asked_twice_a_run_ends_at_once(clone: Path) -> None:
     _, told = process.communicate(timeout=30)
     assert process.returncode == 130
     assert told.splitlines()[-1].startswith("interrupted in update ")
-    assert told.splitlines()[-1].endswith(f"no checkpoint yet; to go on: python -m slurm.submit {run}")
+    assert told.splitlines()[-1].endswith(f"nothing is saved yet; to go on: python -m slurm.submit {run}")
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
@@ -253,6 +337,7 @@ def test_submitting_a_run_goes_on_with_it(clone: Path) -> None:
         done = subprocess.run([*again, *extra, "--dry-run"], env=env, cwd=clone, capture_output=True, text=True)
         assert done.returncode == (2 if extra else 0), done.stderr
         assert words in done.stderr
+        assert bool(extra) or re.search(r"^resume  saved after update \d+$", done.stdout, re.MULTILINE)
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("do: slow", "do: train"))
     done = subprocess.run(again, env=env, cwd=clone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -260,6 +345,7 @@ def test_submitting_a_run_goes_on_with_it(clone: Path) -> None:
     assert seen(run, 1)["environment"]["PREFIX_TRAIN_ATTEMPT"] == "1"
     done = subprocess.run(again, env=env, cwd=clone, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"complete already: {run}/result.json")
+    assert json.loads(done.stdout.splitlines()[-1]) == {"accuracy": 0.93, "rank": 0}
     inner = [*command[:place], str(run / "config.yaml")]
     done = subprocess.run(inner, env=env, cwd=clone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

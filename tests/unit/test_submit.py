@@ -240,7 +240,9 @@ def test_plan_of_much_data_is_only_counted(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_a_fitting_index_it_is_said_why(tmp_path: Path) -> None:
-    assert "there is no length index yet" in planned.line(planned.sketch(composed(tmp_path, f"run_root={tmp_path}")))
+    found = planned.sketch(composed(tmp_path, f"run_root={tmp_path}"))
+    assert "there is no length index yet" in found["unknown"]
+    assert planned.line(found) == "made by the job"
     config = with_index(tmp_path, 8)
     Path(config.data.train).write_text("changed")
     assert "was made for something else: data" in planned.line(planned.sketch(config))
@@ -366,7 +368,7 @@ def test_r47_success_needs_the_result_and_status_zero(run: Path, monkeypatch: py
     end(run, 1, status=0)
     assert finish.conclude(run, 0)[:2] == (1, "failed: all ranks ended well, but there is no result.json")
     (run / "result.json").write_text("{}")
-    assert finish.conclude(run, 0)[:2] == (0, "complete")
+    assert finish.conclude(run, 0)[:2] == (0, f"complete; {run}/result.json")
     assert finish.conclude(run, 143).status == 143
     end(run, 1, status=3)
     assert finish.conclude(run, 0).status == 3
@@ -406,7 +408,7 @@ def test_rank_without_a_word_and_ranks_of_an_earlier_life(run: Path, monkeypatch
     monkeypatch.setenv(life.VARIABLE, "1")
     end(run, 0, status=0)
     end(run, 1, status=0)
-    assert finish.conclude(run, 0)[:2] == (0, "complete")
+    assert finish.conclude(run, 0)[:2] == (0, f"complete; {run}/result.json")
 
 
 def test_run_that_saved_and_stopped_is_neither_complete_nor_failed(run: Path) -> None:
@@ -417,6 +419,29 @@ def test_run_that_saved_and_stopped_is_neither_complete_nor_failed(run: Path) ->
     assert found.line == f"stopped as asked, with a checkpoint; to go on: python -m slurm.submit {run}"
     end(run, 1, signal=9)
     assert finish.conclude(run, 0).status == 137
+
+
+def test_complete_says_how_well_it_answers(run: Path) -> None:
+    end(run, 0, status=0)
+    end(run, 1, status=0)
+    (run / "result.json").write_text('{"accuracy": 0.97, "chance": 0.1}')
+    assert finish.conclude(run, 0).line == f"complete: answered exactly 97.0% (chance 10%); {run}/result.json"
+
+
+def test_interrupted_run_says_where_it_is_and_a_failure_stays_one(run: Path) -> None:
+    killed = finish.Outcome(137, "failed: rank 0 was ended by SIGKILL", "died", (0,))
+    assert finish.interrupted(run, killed, 0) is killed
+    go_on = f"to go on: python -m slurm.submit {run}"
+    assert finish.interrupted(run, killed, 2)[:2] == (
+        130,
+        f"interrupted before training; nothing is saved yet; {go_on}",
+    )
+    heartbeat.Heartbeat(run, 0, 1).phase("forward", 13)
+    for name in ("update-000002", "update-000012", ".update-000013.tmp", "update-000014.tmp"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+    assert finish.interrupted(run, killed, 15)[:2] == (143, f"interrupted in update 13; saved after update 12; {go_on}")
+    full = finish.Outcome(1, "failed: rank 0 raised OSError: no space left", "raised")
+    assert finish.interrupted(run, full, 2) is full
 
 
 def test_hang_has_its_own_status(run: Path) -> None:
