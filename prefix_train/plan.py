@@ -168,6 +168,7 @@ class _Planner:
             raise UserError(_too_long(forest, pack.max_positions, self._sources))
 
     def plan(self, updates: tuple[Update, ...], seed: int, epoch: int) -> Plan:
+        """`updates` with what they were planned for, and the least packs and positions that any plan needs."""
         if self._config.mode == "standalone":
             bound = len(self._lengths), sum(self._lengths)
         else:

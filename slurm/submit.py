@@ -195,7 +195,7 @@ app = make_app(
 @app.command()
 def main(
     config: Annotated[Path, typer.Argument(help="YAML file of a new run, or the folder of one to go on with.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Options to change.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Options to change.")] = None,
     sweeps: Annotated[
         list[str] | None,
         typer.Option("--sweep", help="KEY=VALUE,VALUE,...: one job array with a run for each (repeat)."),

@@ -33,6 +33,7 @@ from configs.schema import (
 )
 from prefix_train import checkpoint, heartbeat, report, train
 from tests import lives
+from tests.tiny_text import BUILD
 
 WORLD, UPDATES, SAVE_EVERY = 2, 12, 2
 KILLS = 5
@@ -57,22 +58,6 @@ COMPUTED = (
 
 Place = tuple[int, str]
 """Update and phase."""
-
-BUILD = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "max_position_embeddings": 2048,
-}
 
 
 @dataclass(frozen=True)

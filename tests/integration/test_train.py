@@ -29,23 +29,9 @@ from configs.schema import (
 )
 from prefix_train import checkpoint, heartbeat, outcome, report, tiny, train
 from tests import lives
+from tests.tiny_text import BUILD
 
 UPDATES = 5
-
-BUILD = {
-    "model_type": "qwen3_5_text",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 
 @pytest.fixture(scope="module")

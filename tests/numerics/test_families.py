@@ -234,6 +234,7 @@ def test_r03_fails_without_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build("qwen3_5_text")
     drop_layout(model, 1)
     install(model)
+    assert "forward" in vars(model.model), "installed without a word"
 
 
 def test_r03_a_mixer_that_is_never_called_is_named() -> None:
