@@ -63,7 +63,14 @@ def package(folder: Path, name: str, version: str, source: str = "") -> None:
     (info / "RECORD").write_text(f"{name}/__init__.py,,\n")
 
 
-def run_ranks(run: Path, nodes: int, faults: dict[int, str], absent: tuple[int, ...] = (), seconds: float = 60) -> None:
+def run_ranks(
+    run: Path,
+    nodes: int,
+    faults: dict[int, str],
+    absent: tuple[int, ...] = (),
+    seconds: float = 60,
+    variables: dict[int, dict[str, str]] | None = None,
+) -> None:
     """Start one rank per node and wait for all. faults: code that a rank's programs run first."""
     run.mkdir(parents=True, exist_ok=True)
     settings = (ROOT / "configs" / "digits.yaml").read_text()
@@ -72,6 +79,7 @@ def run_ranks(run: Path, nodes: int, faults: dict[int, str], absent: tuple[int, 
     started = []
     for rank in set(range(nodes)) - set(absent):
         place = {"RANK": str(rank), "WORLD_SIZE": str(nodes), "LOCAL_RANK": "0", "SLURMD_NODENAME": f"node{rank}"}
+        place |= (variables or {}).get(rank, {})
         env = environment(run / f"path{rank}", faults.get(rank, ""), **place)
         argv = [sys.executable, "-m", "preflight", "collectives", str(run)]
         started.append(subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))

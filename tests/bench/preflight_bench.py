@@ -1,14 +1,16 @@
 """Planted faults and healthy controls through the real collectors and the real judge: precision and recall.
 
-    python tests/bench/preflight_bench.py [NAME ...]
+    python tests/bench/preflight_bench.py [--only own|independent|times] [NAME ...]
 
 Three nodes are judged together; the fault is on one. Hardware that this machine lacks is stood in for: nvidia-smi, what
 torch says of its GPU, and what importing Triton and FLA says. A fault is found where its node is blamed by a
-check that was expected, its consequences on the same node included; every other problem is a false alarm.
+check that was expected, its consequences on the same node included; every other problem is a false alarm. The cases of
+`preflight_independent/`, written without sight of the rules, are scored and printed apart.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -16,10 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,33 +32,46 @@ from configs import kernel_pins, runfolder  # noqa: E402
 from preflight.pairs import judge_ranks  # noqa: E402
 from preflight.ranks import read  # noqa: E402
 from tests import standin  # noqa: E402
-from tests.bench.preflight_cases import CASES, COLLECTIVES, GPU, HEALTHY, SMI, VERSIONS, Case  # noqa: E402
+from tests.bench.preflight_cases import CASES, COLLECTIVES, nothing  # noqa: E402
+from tests.bench.preflight_node import H200, MODEL_FILES, NODES, Case, Node  # noqa: E402
 
-NODES = ("node0", "node1", "node2")
-ODD = "node2"
+INDEPENDENT = Path(__file__).parent / "preflight_independent"
+PARTS = ("own", "independent", "times")
+JUDGED = "64 nodes"
 
 
 @dataclass
 class Score:
-    """What the cases came to."""
+    """What the cases of one part came to."""
 
     found: int = 0
     missed: list[str] = field(default_factory=list)
     false_alarms: list[str] = field(default_factory=list)
     controls: int = 0
 
-    def add(self, case: Case, problems: list[tuple[str, str]], sentence: str) -> None:
-        """Count what was reported, (node, check) each, and print it."""
-        blamed = any(node == ODD and check in case.expected for node, check in problems)
-        alarms = [f"{node} {check}" for node, check in problems if node != ODD or check not in case.expected]
+    def add(self, case: Case, problems: list[tuple[str, str, str]]) -> None:
+        """Count what was reported, (node, check, sentence) each, and print it."""
+        blamed = [(check, said) for node, check, said in problems if case.right(node, check)]
+        alarms = [problem for problem in problems if not case.right(*problem[:2])]
+        unsaid = [words for words in case.says if not any(words in said for _, said in blamed)]
+        found = bool(blamed) and not unsaid
         self.controls += not case.expected
-        self.found += blamed
-        self.missed += [case.name] if case.expected and not blamed else []
-        self.false_alarms += alarms
-        right = not alarms and blamed == bool(case.expected)
-        print(f"{'right' if right else 'WRONG'}  {case.name:<30}{sentence[:120]}", flush=True)
-        for alarm in alarms:
-            print(f"       false alarm: {alarm}", flush=True)
+        self.found += found
+        self.missed += [case.name] if case.expected and not found else []
+        self.false_alarms += [f"{case.name}: {node} {check}" for node, check, _ in alarms]
+        right = not alarms and found == bool(case.expected)
+        shown = f"{blamed[0][0]}: {blamed[0][1]}" if blamed else "no problem"
+        print(f"{'right' if right else 'WRONG'}  {case.name:<34}{shown[:120]}", flush=True)
+        for node, check, said in alarms:
+            print(f"       false alarm: {node} {check}: {said[:160]}", flush=True)
+        for words in unsaid if blamed else ():
+            print(f"       does not say: {words}", flush=True)
+
+    def tell(self, title: str) -> None:
+        """Print what they came to."""
+        print(f"{title}: {self.found + len(self.missed)} faults, {self.controls} controls")
+        print(f"  missed: {', '.join(self.missed) or 'none'}; false alarms: {len(self.false_alarms)}")
+        print(f"  precision {self.precision:.3f}, recall {self.recall:.3f}", flush=True)
 
     @property
     def precision(self) -> float:
@@ -67,44 +84,50 @@ class Score:
         return self.found / max(1, self.found + len(self.missed))
 
 
-def make_run(folder: Path) -> Path:
-    """A run folder of a job that wants one GPU per node."""
-    run = folder / "run"
-    (run / "code").mkdir(parents=True)
-    (run / "code" / "module.py").write_text("x = 1\n")
-    (folder / "train.jsonl").write_text('{"messages": []}\n')
-    text = (ROOT / "tests/data/period-27b.yaml").read_text()
-    text = text.replace("tests/data/period-27b.yaml", str(folder / "train.jsonl"))
-    (run / "config.yaml").write_text(text + "preflight:\n  prove_pins: false\n  deadline_s: 60\n")
-    return run
+def make_node(folder: Path, name: str) -> Node:
+    """A fit node, with the run folder of a job that wants one GPU per node, its data, model and pins."""
+    node = Node(folder, name)
+    (node.run / "code").mkdir(parents=True)
+    node.model.mkdir()
+    node.path.mkdir()
+    (node.run / "code" / "module.py").write_text("x = 1\n")
+    node.train.write_text('{"messages": []}\n')
+    options = yaml.safe_load((ROOT / "tests/data/period-27b.yaml").read_text())
+    runfolder.write_json(node.model / "config.json", options["model"].pop("build"))
+    for file, content in MODEL_FILES.items():
+        (node.model / file).write_bytes(content)
+    options["model"]["path"] = str(node.model)
+    options["data"]["train"] = str(node.train)
+    options["preflight"] = {"prove_pins": False, "deadline_s": 60}
+    (node.run / "config.yaml").write_text(yaml.safe_dump(options))
+    make_pins(node.pins)
+    return node
 
 
-def make_pins(folder: Path) -> Path:
+def make_pins(pins: Path) -> None:
     """Pins of two kernels for the GPU that is stood in for."""
-    pins = folder / "pins"
-    made = {**VERSIONS, "gpu": GPU, "date": "2026-11-30"}
+    made = {"triton": "3.7.1", "fla": "0.6.0", "gpu": H200["name"], "date": "2026-11-30"}
     config = {"kwargs": {"BK": 64}, "num_warps": 4, "num_stages": 3, "num_ctas": 1}
     kinds = {"l2norm_fwd_kernel": "fla", "chunk_fwd_kernel_o": "triton"}
     for kernel in kinds:
         runfolder.write_json(pins / f"{kernel}.json", kernel_pins.document(kernel, config, made, []))
     listed = {kernel: kernel_pins.entry(pins, kernel, kind) for kernel, kind in kinds.items()}
     runfolder.write_json(pins / kernel_pins.LIST, {**made, "kernels": listed})
-    return pins
 
 
-def collect(folder: Path, node: str, case: Case | None) -> Path:
-    """Run the real collector as `node`, with the case's fault; the run folder that it left its answer in."""
-    run, pins, path = make_run(folder), make_pins(folder), folder / "path"
-    variables = {"SLURMD_NODENAME": node, "FLA_CONFIG_DIR": str(pins)}
-    variables["PATH"] = standin.program(folder / "bin", "nvidia-smi", SMI)
-    if case:
-        case.plant(folder)
-        variables |= {name: value.format(folder=folder) for name, value in case.variables.items()}
-    # Where pins lie and what is on the path must not look like a difference between nodes.
-    env = standin.environment(path, HEALTHY + (case.code if case else ""), **variables)
-    subprocess.run([sys.executable, "-m", "preflight", "run", str(run)], env=env, stdout=subprocess.DEVNULL,
+def collect(folder: Path, case: Case) -> Node:
+    """Run the real collector on the node that the case spoils; the node, with the run folder that holds its answer."""
+    node = make_node(folder, case.on)
+    case.plant(node)
+    env = standin.environment(node.path, node.inside(), **node.variables())
+    subprocess.run([sys.executable, "-m", "preflight", "run", str(node.run)], env=env, stdout=subprocess.DEVNULL,
                    stderr=subprocess.PIPE, check=False)  # fmt: skip
-    return run
+    return node
+
+
+def answers(run: Path) -> Path:
+    """Where the nodes' answers lie."""
+    return run / "preflight" / "0"
 
 
 def judge(run: Path) -> dict[str, Any]:
@@ -116,63 +139,97 @@ def judge(run: Path) -> dict[str, Any]:
     return document
 
 
-def judged(folder: Path, healthy: dict[str, Any], case: Case) -> dict[str, Any]:
-    """Collect the odd node, lay two healthy ones beside it, judge all three."""
-    run = collect(folder, ODD, case)
-    answers = run / "preflight" / "0"
-    for node in NODES[:2]:
-        runfolder.write_json(answers / f"{node}.json", {**healthy, "node": node, "wall": time.time()})
-    if case.spoil:
-        case.spoil(answers / f"{ODD}.json")
-    leaked = "planted-secret" in (answers / f"{ODD}.json").read_text() if (answers / f"{ODD}.json").exists() else False
-    found = judge(run)
-    if leaked:
-        found["problems"].append({"node": ODD, "finding": {"check": "leaked secret", "found": ""}})
-    return found
+def judged(place: Path, healthy: dict[str, Any], case: Case) -> list[tuple[str, str, str]]:
+    """Collect the odd node, lay two healthy ones beside it, judge all three: node, check, sentence of each problem."""
+    shutil.rmtree(place, ignore_errors=True)
+    node = collect(place, case)
+    folder = answers(node.run)
+    own = folder / f"{case.on}.json"
+    for name in set(NODES) - {case.on}:
+        runfolder.write_json(folder / f"{name}.json", {**healthy, "node": name, "wall": time.time()})
+    if node.spoil and own.exists():
+        text = node.spoil(own.read_text())
+        own.unlink() if text is None else own.write_text(text)
+    leaked = own.exists() and "planted-secret" in own.read_text()
+    found = [
+        (problem["node"], problem["finding"]["check"], problem["finding"]["found"])
+        for problem in judge(node.run)["problems"]
+    ]
+    return [*found, (case.on, "leaked secret", "")] if leaked else found
 
 
-def cases(names: list[str]) -> Iterator[Case]:
-    """Those named, or all."""
-    yield from (case for case in CASES if not names or case.name in names)
+def ranks_judged(place: Path, case: Case) -> list[tuple[str, str, str]]:
+    """Three ranks over gloo, each a node, one with the fault: who is blamed by what."""
+    shutil.rmtree(place, ignore_errors=True)
+    node, rank = make_node(place, case.on), NODES.index(case.on)
+    case.plant(node)
+    standin.run_ranks(node.run, 3, {rank: node.inside()}, () if node.joins else (rank,), seconds=45,
+                      variables={rank: node.environment})  # fmt: skip
+    found = judge_ranks(read(answers(node.run)), 3, dict(enumerate(NODES)))
+    return [(name, finding.check, finding.found) for name, finding in found if finding.state != "pass"]
 
 
-def main(names: list[str]) -> int:
-    """Score every case, print each, then precision and recall."""
+def scored(
+    place: Path, healthy: dict[str, Any], alone: Iterable[Case], together: Iterable[Case], names: list[str]
+) -> Score:
+    """Run and print the cases. alone: nodes by themselves. together: ranks that talk to each other."""
+    problems: dict[str, list[tuple[str, str, str]]] = {}
+    cases = {}
+    for run, chosen in (
+        (lambda case: judged(place, healthy, case), alone),
+        (lambda c: ranks_judged(place, c), together),
+    ):
+        for case in chosen:
+            if not names or case.name in names:
+                cases[case.name] = case
+                problems[case.name] = problems.get(case.name, []) + run(case)
     score = Score()
+    for name, case in cases.items():
+        score.add(case, problems[name])
+    return score
+
+
+def independent() -> Iterator[Case]:
+    """The cases of every file in the folder of independent ones."""
+    for path in sorted(INDEPENDENT.glob("*.py")):
+        spec = importlib.util.spec_from_file_location(f"independent_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield from module.CASES
+
+
+def main(arguments: list[str]) -> int:
+    """Score every part, print each case, then precision and recall. Only the own cases decide the exit status."""
+    only = [arguments.pop(1), arguments.pop(0)][0] if arguments[:1] == ["--only"] else None
+    if only not in (None, *PARTS):
+        print(__doc__, file=sys.stderr)
+        return 2
+    status = 0
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary) / "case"  # the same for all, so that paths are no difference
-        run = collect(place, "node0", None)
-        healthy = runfolder.read_json(run / "preflight/0/node0.json")
-        for case in cases(names):
-            shutil.rmtree(place)
-            found = judged(place, healthy, case)
-            score.add(case, [(p["node"], p["finding"]["check"]) for p in found["problems"]], found["headline"])
-        for case, problems, sentence in collective_cases(Path(temporary), names):
-            score.add(case, problems, sentence)
-        print(f"64 nodes judged in {many(Path(temporary), healthy):.1f} s")
-    print(f"{score.found + len(score.missed)} faults, {score.controls} controls")
-    print(f"missed: {', '.join(score.missed) or 'none'}; false alarms: {len(score.false_alarms)}")
-    print(f"precision {score.precision:.3f}, recall {score.recall:.3f}")
-    return 0 if score.precision == score.recall == 1.0 else 1
-
-
-def collective_cases(folder: Path, names: list[str]) -> Iterator[tuple[Case, list[tuple[str, str]], str]]:
-    """Three ranks over gloo, each a node, one with a fault: the case, who is blamed by what, and the first sentence."""
-    for number, case in enumerate(case for case in COLLECTIVES if not names or case.name in names):
-        run = folder / f"collectives{number}"
-        absent = (2,) if case.name == "rank never joins" else ()
-        standin.run_ranks(run, 3, {2: case.code}, absent, seconds=45)
-        found = judge_ranks(read(run / "preflight/0"), 3, {rank: f"node{rank}" for rank in range(3)})
-        bad = [(node, finding.check) for node, finding in found if finding.state != "pass"]
-        yield case, bad, f"{found[0][0]}: {found[0][1].found}"
+        node = collect(place, Case("healthy", nothing, NODES[0]))
+        healthy = runfolder.read_json(answers(node.run) / f"{NODES[0]}.json")
+        if only in (None, "own"):
+            score = scored(place, healthy, CASES, COLLECTIVES, arguments)
+            score.tell("own cases")
+            status = 0 if score.precision == score.recall == 1.0 else 1
+        apart = list(independent()) if only in (None, "independent") else []
+        if apart := [case for case in apart if not arguments or case.name in arguments]:
+            together = [case for case in apart if case.collectives]
+            scored(place, healthy, apart, together, arguments).tell("independently written cases, scored apart")
+        if only in (None, "times"):
+            print(f"64 nodes judged in {many(Path(temporary) / 'many', healthy):.1f} s")
+    return status
 
 
 def many(folder: Path, healthy: dict[str, Any]) -> float:
     """Seconds that the judge takes over 64 nodes, from the command to the report."""
-    run = make_run(folder / "many")
+    run = make_node(folder, NODES[0]).run
     names = [f"node{number}" for number in range(64)]
     for name in names:
-        runfolder.write_json(run / "preflight/0" / f"{name}.json", {**healthy, "node": name, "wall": time.time()})
+        runfolder.write_json(answers(run) / f"{name}.json", {**healthy, "node": name, "wall": time.time()})
     began = time.monotonic()
     program = [sys.executable, "-m", "preflight", "judge", str(run), "--nodes", ",".join(names)]
     subprocess.run(program, stdout=subprocess.DEVNULL, check=True, cwd=ROOT)

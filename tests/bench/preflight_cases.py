@@ -1,265 +1,209 @@
-"""The faults and the controls of `preflight_bench.py`, as data."""
+"""The faults and the controls of `preflight_bench.py`, as data. How a case is written: `preflight_node.py`."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests import standin
-
-GPU = "NVIDIA H200"
-VERSIONS = {"triton": "3.7.1", "fla": "0.6.0"}
-ROW = "0, NVIDIA H200, GPU-1, 580.159.04, 143771, 4, Enabled, 0, 0x0, Enabled, Disabled, 345, 1980, 78.2, 37, 0"
-SMI = f"case $1 in --query-gpu*) echo '{ROW}';; esac"
-
-HEALTHY = """
-if 'preflight.imports' in IN:
-    import preflight.imports as i
-    own_describe, versions = i.describe, {'triton': '3.7.1', 'fla': '0.6.0'}
-    here = {'absent': False, 'folder': '/opt/env', 'from': 'site', 'editable': False}
-    def describe(package):
-        if package not in versions:
-            return own_describe(package)
-        version, path = versions[package], f'/opt/env/{package}/__init__.py'
-        return {'package': package, 'declared': version, 'version': version, 'path': path, **here}
-    i.describe = describe
-if 'preflight.torch_facts' in IN:
-    import preflight.torch_facts as t
-    real_facts = t.facts
-    gpu = {'devices': ['NVIDIA H200'], 'capability': [9, 0], 'cuda': '13.0', 'nccl': True}
-    t.facts = lambda: real_facts() | gpu
-if 'preflight.host' in IN:
-    import socket
-    import preflight.host as h
-    import preflight.files as f
-    socket.getaddrinfo = lambda *_: [(2, 1, 6, '', ('10.0.0.7', 0))]
-"""
-"""What every node's programs run first: a GPU that torch sees, and a name that other nodes can reach."""
+from tests.bench.preflight_node import Case, Node
 
 IN_HOST = "if 'preflight.host' in IN:\n    "
 """Beginning of a fault within the host checks."""
 
-
-def nothing(folder: Path) -> None:
-    """No files to plant."""
+Plant = Callable[[Node], None]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One fault, or a control where `expected` is empty.
-
-    expected: checks that may blame the node. code: run first by the node's programs. variables: of its environment,
-    `{folder}` being the case's. plant: puts files there. spoil: changes the node's answer.
-    """
-
-    name: str
-    expected: frozenset[str]
-    code: str = ""
-    variables: dict[str, str] = field(default_factory=dict)
-    plant: Callable[[Path], None] = nothing
-    spoil: Callable[[Path], None] | None = None
+def nothing(node: Node) -> None:
+    """No fault."""
 
 
-def fault(name: str, *expected: str, **how: object) -> Case:
-    return Case(name, frozenset(expected), **how)  # type: ignore[arg-type]
+def fault(name: str, plant: Plant, *expected: str) -> Case:
+    return Case(name, plant, expected=expected)
 
 
-def control(name: str, **how: object) -> Case:
-    return Case(name, frozenset(), **how)  # type: ignore[arg-type]
+def control(name: str, plant: Plant = nothing) -> Case:
+    return Case(name, plant)
 
 
-def module(name: str, source: str) -> Callable[[Path], None]:
+def has(**values: Any) -> Plant:
+    """Facts of the node that are not as on the others; a table's entries are added to it."""
+
+    def plant(node: Node) -> None:
+        for name, value in values.items():
+            before = getattr(node, name)
+            setattr(node, name, before | value if isinstance(before, dict) else value)
+
+    return plant
+
+
+def gpu(name: str, value: str) -> Plant:
+    """Another value of the GPU, by nvidia-smi's name for it."""
+
+    def plant(node: Node) -> None:
+        assert name in node.gpus[0]
+        node.gpus[0][name] = value
+
+    return plant
+
+
+def smi(script: str) -> Plant:
+    """Another nvidia-smi."""
+    return lambda node: node.program("nvidia-smi", script)
+
+
+def module(name: str, source: str) -> Plant:
     """A bare module on PYTHONPATH."""
-
-    def plant(folder: Path) -> None:
-        (folder / "path" / name).mkdir(parents=True, exist_ok=True)
-        (folder / "path" / name / "__init__.py").write_text(source)
-
-    return plant
+    return lambda node: node.module(name, source)
 
 
-def installed(name: str, version: str, source: str = "") -> Callable[[Path], None]:
+def installed(name: str, version: str, source: str = "") -> Plant:
     """A package with its metadata on PYTHONPATH, in place of one that lies there."""
-
-    def plant(folder: Path) -> None:
-        for old in (folder / "path").glob(f"{name}-*.dist-info"):
-            shutil.rmtree(old)
-        standin.package(folder / "path", name, version, source)
-
-    return plant
+    return lambda node: node.install(name, version, source)
 
 
-def edited_copy(folder: Path) -> None:
+def edited_copy(node: Node) -> None:
     """submitit as it was installed, with one line added."""
-    found = importlib.metadata.distribution("submitit")
-    for file in found.files or []:
-        source, target = Path(str(file.locate())), folder / "path" / str(file)
-        if file.parts[0] != ".." and source.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
-    with (folder / "path/submitit/helpers.py").open("a") as stream:
+    with (node.copy_package("submitit") / "helpers.py").open("a") as stream:
         stream.write("\n# edited\n")
 
 
-def smi(script: str) -> Callable[[Path], None]:
-    """Another nvidia-smi."""
-
-    def plant(folder: Path) -> None:
-        standin.program(folder / "bin", "nvidia-smi", script)
-
-    return plant
-
-
-def gpu_row(old: str, new: str) -> Callable[[Path], None]:
-    """nvidia-smi with one value changed."""
-    assert ROW.count(old) == 1
-    return smi(SMI.replace(ROW, ROW.replace(old, new)))
-
-
-def mounts(kind: str, point: str) -> Callable[[Path], None]:
-    """A mount table that says that a folder of the case lies on a file system of this kind."""
-
-    def plant(folder: Path) -> None:
-        own = folder / "proc" / "self"
-        own.mkdir(parents=True)
-        (folder / point).mkdir(exist_ok=True)
-        table = f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:9 / {folder / point} rw - {kind} filer:/x rw\n"
-        (own / "mountinfo").write_text(table)
-        (own / "maps").write_text("")
-
-    return plant
-
-
-def pin(change: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Something done to the folder of pins."""
-    return lambda folder: change(folder / "pins")
-
-
-def edit_pin(pins: Path) -> None:
-    path = pins / "chunk_fwd_kernel_o.json"
+def edit_pin(node: Node) -> None:
+    path = node.pins / "chunk_fwd_kernel_o.json"
     document = json.loads(path.read_text())
     document["default_config"]["num_warps"] = 8
     path.write_text(json.dumps(document))
 
 
-def relist(name: str, value: str) -> Callable[[Path], None]:
-    def change(pins: Path) -> None:
-        path = pins / "pins.json"
+def relist(name: str, value: str) -> Plant:
+    def plant(node: Node) -> None:
+        path = node.pins / "pins.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
 
-    return pin(change)
+    return plant
 
 
-def library(folder: Path) -> None:
+def library(node: Node) -> None:
     """A network plugin of the node's own: any library under such a name."""
-    (folder / "net").mkdir()
-    shutil.copy("/lib/x86_64-linux-gnu/libz.so.1", folder / "net" / "libnccl-net.so")
+    folder = node.folder / "net"
+    folder.mkdir()
+    shutil.copy("/lib/x86_64-linux-gnu/libz.so.1", folder / "libnccl-net.so")
+    node.environment["LD_PRELOAD"] = str(folder / "libnccl-net.so")
 
 
-def answer(**changes: object) -> Callable[[Path], None]:
+def cache(variable: str, kind: str) -> Plant:
+    """A variable that names a folder on a file system of this kind."""
+
+    def plant(node: Node) -> None:
+        folder = node.folder / "home"
+        folder.mkdir()
+        node.mounts = [(str(folder), kind, "filer:/home")]
+        node.environment[variable] = str(folder)
+
+    return plant
+
+
+def home_on_nfs(node: Node) -> None:
+    node.mounts = [(str(node.folder / "home"), "nfs4", "filer:/home")]
+
+
+def answer(**changes: object) -> Plant:
     """Change the node's answer itself."""
-    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return has(spoil=lambda text: json.dumps(json.loads(text) | changes))
 
 
-def unlink(path: Path) -> None:
-    path.unlink()
+def without(path: Callable[[Node], Path]) -> Plant:
+    """A file that is not there."""
+    return lambda node: path(node).unlink()
 
 
-def garbage(path: Path) -> None:
-    path.write_text("{")
+def text(path: Callable[[Node], Path], content: str) -> Plant:
+    """A file of other content."""
+    return lambda node: [path(node).write_text(content), None][1]
 
 
-SPACE = "import types, shutil; shutil.disk_usage = lambda f: types.SimpleNamespace(free={free})"
+def runs(code: str) -> Plant:
+    """What the node's programs run first."""
+    return has(code=code)
+
+
+GIB = 1 << 30
 
 CASES = [
-    fault("shadowed module", "import.omegaconf", "preflight.config",
-          plant=module("omegaconf", "__version__ = '2.4.0'")),
-    fault("wrong version", "import.peft", plant=installed("peft", "0.20.0")),
-    fault("declared is not imported", "import.peft", plant=installed("peft", "0.21.2", "__version__ = '0.19.0'")),
-    fault("import raises", "import.accelerate", "import.peft",
-          plant=module("accelerate", "raise ImportError('libfoo.so.3')")),
-    fault("import is killed", "import.submitit", plant=module("submitit", "import os; os.kill(os.getpid(), 11)")),
-    fault("edited package", "import.submitit", plant=edited_copy),
-    fault("half-installed tilelang", "import.tilelang", "known.tilelang_half_installed",
-          plant=module("tilelang", "raise OSError('libz3.so: cannot open shared object file')")),
-    fault("known-bad transformers", "import.transformers", "import.peft", "known.transformers_drops_boundaries",
-          plant=installed("transformers", "5.4.0")),
-    fault("known-bad triton on Hopper", "import.triton", "known.triton_hopper_gradients", "pins.files",
-          code="if 'preflight.imports' in IN:\n    versions['triton'] = '3.6.0'"),
-    fault("another Python", "python.version", code="import platform; platform.python_version = lambda: '3.12.1'"),
-    fault("old code", "code.snapshot", plant=lambda folder: unlink(folder / "run/code/module.py")),
-    fault("network plugin from elsewhere", "libraries.mapped", "host.environment", plant=library,
-          variables={"LD_PRELOAD": "{folder}/net/libnccl-net.so"}),
-    fault("cache on NFS", "host.cache", plant=mounts("nfs4", "home"),
-          variables={"PREFLIGHT_PROC": "{folder}/proc", "TRITON_CACHE_DIR": "{folder}/home/.triton"}),
-    fault("temporary files on Lustre", "host.cache", plant=mounts("lustre", "scratch"),
-          variables={"PREFLIGHT_PROC": "{folder}/proc", "TMPDIR": "{folder}/scratch"}),
-    fault("loopback name", "host.name",
-          code=IN_HOST + "socket.getaddrinfo = lambda *_: [(2, 1, 6, '', ('127.0.1.1', 0))]"),
-    fault("name does not resolve", "host.name",
-          code=IN_HOST + "def lost(*_): raise socket.gaierror(-2, 'Name or service not known')\n"
-          "    socket.getaddrinfo = lost"),
-    fault("full disk", "host.disk", "host.cache", "host.shm", code=IN_HOST + SPACE.format(free="10 << 20")),
-    fault("no inodes", "host.disk", "host.cache",
-          code=IN_HOST + "import os, types; s = os.statvfs; os.statvfs = lambda f: types.SimpleNamespace("
-          "f_files=9, f_favail=0, **{n: getattr(s(f), n) for n in ('f_bavail', 'f_bfree', 'f_blocks', 'f_frsize')})"),
-    fault("little shared memory", "host.shm",
-          code=IN_HOST + "import shutil, types; d = shutil.disk_usage; shutil.disk_usage = lambda f: d(f) "
-          "if str(f) != '/dev/shm' else types.SimpleNamespace(free=64 << 20)"),
-    fault("few open files", "host.limits", code=IN_HOST + "import resource; resource.setrlimit(7, (256, 256))"),
-    fault("little memory", "host.memory",
-          code=IN_HOST + "import psutil, types\n"
-          "    psutil.virtual_memory = lambda: types.SimpleNamespace(available=1 << 20)"),
-    fault("clock behind the file server", "host.clock",
-          code=IN_HOST + "import time; now = time.time; time.time = lambda: now() - 600"),
-    fault("answer from the future", "host.clock", spoil=answer(wall=time.time() + 86400)),
-    fault("data missing", "host.files", plant=lambda folder: unlink(folder / "train.jsonl")),
-    fault("other data", "host.files", plant=lambda folder: garbage(folder / "train.jsonl")),
-    fault("file server hangs", "host.files",
-          code=IN_HOST + "import time; h.CHECKS['files'] = lambda setting: time.sleep(600)"),
-    fault("NCCL set otherwise", "host.environment", variables={"NCCL_P2P_DISABLE": "1"}),
-    fault("nvidia-smi hangs", "device.gpus", plant=smi("sleep 600")),
-    fault("nvidia-smi fails", "device.gpus", plant=smi("echo 'driver/library version mismatch'; exit 18")),
-    fault("GPU in use", "device.busy",
-          plant=smi(SMI.replace("esac", "--query-compute*) echo 'GPU-1, 4711, 9000';; esac"))),
-    fault("GPU memory errors", "device.ecc", plant=gpu_row("Enabled, 0,", "Enabled, 3,")),
-    fault("GPU throttled", "device.throttled", plant=gpu_row("0x0", "0x40")),
-    fault("another driver", "device.gpus", "known.cuda13_old_driver", plant=gpu_row("580.159.04", "575.57.08")),
-    fault("GPU draws power at rest", "device.power", plant=gpu_row("78.2", "412.0")),
-    fault("no GPU", "device.gpus", plant=smi("exit 0")),
-    fault("pin missing", "pins.files", plant=pin(lambda pins: unlink(pins / "l2norm_fwd_kernel.json"))),
-    fault("pin edited", "pins.files", plant=pin(edit_pin)),
-    fault("pins of another Triton", "pins.files", plant=relist("triton", "3.6.0")),
-    fault("pins of another GPU", "pins.files", plant=relist("gpu", "NVIDIA H100")),
-    fault("no answer", "node.answer", spoil=unlink),
-    fault("half an answer", "node.answer", spoil=garbage),
+    fault("shadowed module", module("omegaconf", "__version__ = '2.4.0'"), "import.omegaconf", "preflight.config"),
+    fault("wrong version", installed("peft", "0.20.0"), "import.peft"),
+    fault("declared is not imported", installed("peft", "0.21.2", "__version__ = '0.19.0'"), "import.peft"),
+    fault("import raises", module("accelerate", "raise ImportError('libfoo.so.3')"),
+          "import.accelerate", "import.peft"),
+    fault("import is killed", module("submitit", "import os; os.kill(os.getpid(), 11)"), "import.submitit"),
+    fault("edited package", edited_copy, "import.submitit"),
+    fault("half-installed tilelang", module("tilelang", "raise OSError('libz3.so: cannot open shared object file')"),
+          "import.tilelang", "known.tilelang_half_installed"),
+    fault("known-bad transformers", installed("transformers", "5.4.0"),
+          "import.transformers", "import.peft", "known.transformers_drops_boundaries"),
+    fault("known-bad triton on Hopper", runs("if 'preflight.imports' in IN:\n    versions['triton'] = '3.6.0'"),
+          "import.triton", "known.triton_hopper_gradients", "pins.files"),
+    fault("another Python", runs("import platform; platform.python_version = lambda: '3.12.1'"), "python.version"),
+    fault("old code", without(lambda node: node.run / "code/module.py"), "code.snapshot"),
+    fault("network plugin from elsewhere", library, "libraries.mapped", "host.environment"),
+    fault("cache on NFS", cache("TRITON_CACHE_DIR", "nfs4"), "host.cache"),
+    fault("temporary files on Lustre", cache("TMPDIR", "lustre"), "host.cache"),
+    fault("loopback name", has(addresses=["127.0.1.1"]), "host.name"),
+    fault("name does not resolve", has(addresses=[]), "host.name"),
+    fault("full disk", has(disks={"/": (10 << 20, 10**6)}), "host.disk", "host.cache", "host.shm"),
+    fault("no inodes", has(disks={"/": (99 * GIB, 0)}), "host.disk", "host.cache"),
+    fault("little shared memory", has(disks={"/dev/shm": (64 << 20, 10**6)}), "host.shm"),
+    fault("few open files", has(limits={"nofile": 256}), "host.limits"),
+    fault("little memory", has(memory_gib=0.1), "host.memory"),
+    fault("clock behind the file server", has(clock_s=-600), "host.clock"),
+    fault("answer from the future", answer(wall=time.time() + 86400), "host.clock"),
+    fault("data missing", without(lambda node: node.train), "host.files"),
+    fault("other data", text(lambda node: node.train, "{"), "host.files"),
+    fault("model file missing", without(lambda node: node.model / "tokenizer.json"), "host.files"),
+    fault("file server hangs", runs(IN_HOST + "import time, preflight.host as h\n"
+                                    "    h.CHECKS['files'] = lambda setting: time.sleep(600)"), "host.files"),
+    fault("NCCL set otherwise", has(environment={"NCCL_P2P_DISABLE": "1"}), "host.environment"),
+    fault("nvidia-smi hangs", smi("sleep 600"), "device.gpus"),
+    fault("nvidia-smi fails", smi("echo 'driver/library version mismatch'; exit 18"), "device.gpus"),
+    fault("GPU in use", has(gpu_processes=[("GPU-1", 4711, 9000)]), "device.busy"),
+    fault("GPU memory errors", gpu("ecc.errors.uncorrected.volatile.total", "3"), "device.ecc"),
+    fault("GPU throttled", gpu("clocks_throttle_reasons.active", "0x40"), "device.throttled"),
+    fault("another driver", gpu("driver_version", "575.57.08"), "device.gpus", "known.cuda13_old_driver"),
+    fault("GPU draws power at rest", gpu("power.draw", "412.0"), "device.power"),
+    fault("no GPU", has(gpus=[]), "device.gpus"),
+    fault("pin missing", without(lambda node: node.pins / "l2norm_fwd_kernel.json"), "pins.files"),
+    fault("pin edited", edit_pin, "pins.files"),
+    fault("pins of another Triton", relist("triton", "3.6.0"), "pins.files"),
+    fault("pins of another GPU", relist("gpu", "NVIDIA H100"), "pins.files"),
+    fault("no answer", has(spoil=lambda _: None), "node.answer"),
+    fault("half an answer", has(spoil=lambda _: "{"), "node.answer"),
     control("healthy"),
     control("healthy again"),
-    control("another temporary folder", variables={"TMPDIR": "/var/tmp"}),
-    control("another GPU visible", variables={"CUDA_VISIBLE_DEVICES": "0"}),
-    control("home on NFS, caches local", plant=mounts("nfs4", "home"), variables={"PREFLIGHT_PROC": "{folder}/proc"}),
+    control("another temporary folder", has(environment={"TMPDIR": "/var/tmp"})),
+    control("another GPU visible", has(environment={"CUDA_VISIBLE_DEVICES": "0"})),
+    control("home on NFS, caches local", home_on_nfs),
     control("secrets in the environment",
-            variables={"HF_TOKEN": "planted-secret-1", "WANDB_API_KEY": "planted-secret-2"}),
-    control("capped by power", plant=gpu_row("0x0", "0x5")),
-    control("another temperature and power", plant=gpu_row("78.2, 37", "96.9, 51")),
-    control("counters not kept", plant=gpu_row("Enabled, 0,", "Enabled, [N/A],")),
-    control("another host name", code="import socket; socket.gethostname = lambda: 'node2.cluster'"),
-    control("answers a minute later", spoil=answer(wall=time.time() - 60)),
+            has(environment={"HF_TOKEN": "planted-secret-1", "WANDB_API_KEY": "planted-secret-2"})),
+    control("capped by power", gpu("clocks_throttle_reasons.active", "0x5")),
+    control("another temperature", gpu("temperature.gpu", "51")),
+    control("more power at rest", gpu("power.draw", "96.9")),
+    control("counters not kept", gpu("ecc.errors.uncorrected.volatile.total", "[N/A]")),
+    control("another host name", runs("import socket; socket.gethostname = lambda: 'node2.cluster'")),
+    control("answers a minute later", answer(wall=time.time() - 60)),
 ]  # fmt: skip
 
 COLLECTIVES = [
-    fault("slow pair", "collective.pair", code=standin.SLOW_NODE),
-    fault("pair does not answer", "collective.pair", code=standin.DEAF_IN_PAIRS),
-    fault("rank never joins", "collective.join"),
-    fault("rank stops in a collective", "collective.values", code=standin.STUCK),
-    fault("rank is killed", "collective.values", code=standin.KILLED),
-    fault("wrong values", "collective.values", code=standin.WRONG_VALUES),
-    fault("clock an hour behind", "host.clock", code=standin.LATE_CLOCK),
+    fault("slow pair", runs(standin.SLOW_NODE), "collective.pair"),
+    fault("pair does not answer", runs(standin.DEAF_IN_PAIRS), "collective.pair"),
+    fault("rank never joins", has(joins=False), "collective.join"),
+    fault("rank stops in a collective", runs(standin.STUCK), "collective.values"),
+    fault("rank is killed", runs(standin.KILLED), "collective.values"),
+    fault("wrong values", runs(standin.WRONG_VALUES), "collective.values"),
+    fault("clock an hour behind", runs(standin.LATE_CLOCK), "host.clock"),
     control("three healthy ranks"),
 ]
 """Three ranks, the fault in the last one."""
