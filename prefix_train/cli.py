@@ -51,6 +51,18 @@ def digits_command(
     answer(dict(written), f"{folder}: " + ", ".join(f"{count:,} {what}" for what, count in written.items()), as_json)
 
 
+@data_app.command("biopsies")
+def biopsies_command(
+    folder: Annotated[Path, typer.Argument(help="Folder to write to.")] = Path("demo-data/biopsies"),
+    as_json: Json = False,
+) -> None:
+    """569 real breast biopsies, five measures each, as chat rows under one long instruction."""
+    from prefix_train.biopsies import write_biopsies
+
+    written = write_biopsies(folder)
+    answer(dict(written), f"{folder}: " + ", ".join(f"{count:,} {what}" for what, count in written.items()), as_json)
+
+
 @app.command("plan")
 def plan_command(
     where: Annotated[Path, typer.Argument(help="Configuration (YAML), run folder, or a chat JSONL file.")],
@@ -198,6 +210,33 @@ def bench_cpu_command(
     if out is not None:
         runfolder.write_json(out, found)
     answer(found, bench.text(found), as_json)
+
+
+@bench_app.command("pack")
+def bench_pack_command(
+    geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3.6-27b",
+    prefix: Annotated[int, typer.Option(help="Tokens of the shared prefix.")] = 64_000,
+    continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "80x1000",
+    rows: Annotated[list[str] | None, typer.Option("--row", help="packed, standalone, flex (repeat); all.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the geometry has.")] = None,
+    warm: Annotated[int, typer.Option(min=1, help="Updates after the first that are timed.")] = 2,
+    alone: Annotated[int, typer.Option(min=1, help="Examples in an update of the standalone row.")] = 4,
+    out: Annotated[Path, typer.Option(help="JSON file that the rows are added to.")] = Path("bench-pack.json"),
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """One real update of a large geometry on one GPU, packed and alone; no figure unless the gate has passed."""
+    from prefix_train import bench_pack
+
+    if unknown := set(rows or ()) - set(bench_pack.ROWS):
+        raise UserError(f"--row {min(unknown)}: rows are {', '.join(bench_pack.ROWS)}")
+    count, length = bench_pack.continuations(continuations)
+    case = bench_pack.Case(
+        geometry, prefix, count, length, layers, warm, min(alone, count), overrides=tuple(overrides or ())
+    )
+    case.config()
+    found = bench_pack.bench(case, tuple(rows or bench_pack.ROWS), out)
+    answer(found, bench_pack.text(found), as_json)
 
 
 def main() -> None:

@@ -143,12 +143,14 @@ def load_processor(folder: Path) -> Any:
     return Qwen3VLProcessor(image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
 
-def build_model(build: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def build_model(
+    build: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.float32, drawn_in: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A model with random weights for `build`, a transformers configuration with `model_type`.
 
     Token ids that `build` leaves out are the tiny tokenizer's. The weights are drawn in float32 from `seed` alone and
     then rounded to `dtype`; the global random state stays as it was. Raises UserError for a key that the configuration
-    does not know, and for ids that are not the tokenizer's.
+    does not know, and for ids that are not the tokenizer's. drawn_in: the dtype to draw in, where float32 is too large.
     """
     config = build_config(build)
     auto = AutoModelForCausalLM
@@ -156,7 +158,7 @@ def build_model(build: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.
         auto = AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto.from_config(config, dtype=drawn_in)
         _draw_time_steps(model)
     return model.to(dtype=dtype).eval()
 

@@ -1,0 +1,358 @@
+"""A pack of a large model's geometry on one GPU: whole updates with random weights, timed, beside the same examples
+alone and beside FlexAttention.
+
+Each row runs in a process of its own, so that its first update is a cold one and its peak memory its own. No row runs
+before the gate has passed: packs against transformers' own unpatched model over the same examples, in float32 and, 64
+examples, in bfloat16, at the geometry's own head sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from configs import compose, runfolder
+from configs.errors import UserError
+from configs.schema import Config
+from prefix_train import anatomy, budget, gradients, kernels, outcome, tiny, verify
+from prefix_train import model as models
+from prefix_train.bench import random_examples, star
+from prefix_train.collate import Batch, collate, entry_weights
+from prefix_train.dist import Ranks
+from prefix_train.geometry import Geometry, read_config
+from prefix_train.packing import standalone
+from prefix_train.step import Stepper, update
+
+ROWS = ("packed", "standalone", "flex")
+"""`packed`: the pack with the configuration's kernels. `standalone`: its first examples, each alone, with the same.
+`flex`: the pack with FlexAttention."""
+
+GATE = "gate"
+
+SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
+"""What the gate's model has instead of the geometry's sizes; heads keep theirs."""
+SMALL_SHAPE = (330, 64, 47)
+"""Prefix, continuations and their tokens in the gate: no multiple of a kernel's block."""
+
+FLOAT32 = verify.Bounds(mean_loss=1e-4, example_mean=1e-4, example_max=1e-3, gradient=5e-3)
+"""flash-linear-attention multiplies float32 in TF32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured. alone: examples that run in a standalone row. warm: updates after the first. peak_tflops: what
+    utilisation is a share of; 989 is an H100's or H200's data sheet for dense bfloat16."""
+
+    geometry: str
+    prefix: int
+    continuations: int
+    length: int
+    layers: int | None = None
+    warm: int = 2
+    alone: int = 4
+    peak_tflops: float = 989.0
+    overrides: tuple[str, ...] = ()
+
+    def config(self) -> Config:
+        """The geometry's configuration with this case's changes."""
+        config = compose.load(geometry_file(self.geometry), self.overrides)
+        build = dict(config.model.build)
+        if self.layers is not None:
+            build["num_hidden_layers"] = self.layers
+        pack = dataclasses.replace(config.pack, max_positions=self.prefix + self.continuations * self.length)
+        return dataclasses.replace(config, pack=pack, model=dataclasses.replace(config.model, build=build))
+
+
+def geometry_file(name: str) -> Path:
+    """A configuration by its name in configs/geometries, or by its path. UserError names those that there are."""
+    folder = Path(compose.__file__).parent / "geometries"
+    path = folder / f"{name}.yaml"
+    if path.is_file():
+        return path
+    if Path(name).is_file():
+        return Path(name)
+    known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+    raise UserError(f"--geometry {name}: neither a file nor one of {known}")
+
+
+def continuations(text: str) -> tuple[int, int]:
+    """`80x1000`: so many examples, and tokens of each."""
+    count, _, length = text.partition("x")
+    if not (count.isdecimal() and length.isdecimal() and int(count) and int(length)):
+        raise UserError(f"--continuations {text!r}: write COUNTxTOKENS, as in 80x1000")
+    return int(count), int(length)
+
+
+def bench(case: Case, rows: tuple[str, ...], out: Path) -> dict[str, Any]:
+    """Run the gate, then each of `rows`, and write all of it to `out` after each.
+
+    Rows that `out` has already stay, the same row excepted. Raises RuntimeError where the gate or a row fails.
+    """
+    found: dict[str, Any] = runfolder.read_json(out) if out.is_file() else {"rows": []}
+    if GATE not in found or not found[GATE]["passed"]:
+        found[GATE] = _in_a_process(GATE, case)
+        runfolder.write_json(out, found)
+    if not found[GATE]["passed"]:
+        raise RuntimeError(f"no figure without the correctness gate: see {out}")
+    for row in rows:
+        measured = {"row": row, **_in_a_process(row, case)}
+        same = (row, measured["case"])
+        found["rows"] = [*(old for old in found["rows"] if (old["row"], old["case"]) != same), measured]
+        found["ratios"] = ratios(found["rows"])
+        runfolder.write_json(out, found)
+    return found
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the pack saves, for each case of which the pack and something beside it were measured."""
+    found = []
+    for packed in (row for row in rows if row["row"] == "packed"):
+        beside = {row["row"]: row for row in rows if row["case"] == packed["case"]}
+        ratio: dict[str, Any] = {"case": packed["case"]}
+        if alone := beside.get("standalone"):
+            ratio["standalone"] = alone["all_s"] / packed["median_s"]
+            ratio["flops_per_s"] = alone["model_tflops"] / packed["model_tflops"]
+        if flex := beside.get("flex"):
+            ratio["flex"] = flex["median_s"] / packed["median_s"]
+        found.append(ratio)
+    return found
+
+
+def text(found: dict[str, Any]) -> str:
+    """The figures for a person."""
+    lines = []
+    for row in found["rows"]:
+        case, memory = row["case"], row["memory"]
+        lines.append(
+            f"{row['row']:<11} {case['layers'] or 'all'} layers, {case['prefix']:,} + {case['continuations']} x "
+            f"{case['length']:,}: first {row['first_s']:.1f} s, then {row['median_s']:.2f} s "
+            f"({row['min_s']:.2f} to {row['max_s']:.2f}); {row['positions_per_s']:,.0f} positions/s, "
+            f"{row['logical_per_s']:,.0f} logical tokens/s; {row['model_tflops']:.0f} TFLOP/s of the model, "
+            f"{row['model_utilisation']:.1%}, with recomputation {row['hardware_utilisation']:.1%}; "
+            f"peak {memory['above_weights_gib']:.1f} GiB above {memory['weights_gib']:.1f} GiB of weights"
+        )
+    for ratio in found.get("ratios", []):
+        shown = {"standalone": "the examples alone", "flex": "FlexAttention"}
+        lines += [f"{ratio[name]:.2f} times the pack: {what}" for name, what in shown.items() if name in ratio]
+    return "\n".join(lines)
+
+
+def _in_a_process(row: str, case: Case) -> dict[str, Any]:
+    program = [sys.executable, "-m", "prefix_train.bench_pack", row, json.dumps(asdict(case))]
+    ran = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=False)
+    if ran.returncode:
+        raise RuntimeError(f"{row}: the measuring process ended with status {ran.returncode}")
+    answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return answer
+
+
+def gate(case: Case, device: torch.device) -> dict[str, Any]:
+    """Packs against transformers' own model, one example at a time, at the geometry's head sizes."""
+    parts: dict[str, Any] = {}
+    parts["float32"] = _agreement(case.config(), "float32", device, FLOAT32)
+    public = verify.bounds_for(Config().verify, torch.bfloat16)
+    parts["bfloat16"] = _agreement(case.config(), "bfloat16", device, public)
+    return {"passed": all(part["passed"] for part in parts.values()), **parts}
+
+
+def _agreement(
+    config: Config, dtype: Literal["float32", "bfloat16"], device: torch.device, bounds: verify.Bounds
+) -> dict[str, Any]:
+    build = {**config.model.build, **SMALL}
+    adapter = dataclasses.replace(config.adapter, dropout=0.0)
+    model_config = dataclasses.replace(config.model, build=build, dtype=dtype)
+    small = dataclasses.replace(config, adapter=adapter, model=model_config)
+    model = models.adapt(build_on(device, build, models.DTYPES[dtype]), small)
+    draw_adapters(model)
+    prefix, count, length = SMALL_SHAPE
+    examples = random_examples(prefix, count, length, SMALL["vocab_size"], config.seed)
+    alone = verify.standalone(model, examples)
+    models.make_ready(model, small)
+    root = models.Root(model, models.DTYPES[dtype], config.train.loss_chunk_rows, images=False)
+    packed = verify.packed(root, [star(examples, prefix)], examples)
+    return {**verify.compare(packed, alone, bounds), "kernels": outcome.kernels(small, device)}
+
+
+def draw_adapters(model: torch.nn.Module) -> None:
+    """Give LoRA's second factors, zero at first, values: else the first ones would have no gradient to compare."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in anatomy.trainable(model).items():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def build_on(device: torch.device, build: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A text model with random weights, drawn on `device` in `dtype`: 27B parameters do not fit a host in float32."""
+    with torch.device(device):
+        return tiny.build_model(build, seed=0, dtype=dtype, drawn_in=dtype)
+
+
+class Row:
+    """A geometry's model on one GPU and its batches, ready for updates."""
+
+    def __init__(self, name: str, case: Case, device: torch.device) -> None:
+        config = case.config()
+        if name == "flex":
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="flex"))
+        self.name, self.case, self.config, self.device = name, case, config, device
+        dtype = models.DTYPES[config.model.dtype]
+        model = models.prepare(build_on(device, dict(config.model.build), dtype), config)
+        self.root = models.Root(model, dtype, config.train.loss_chunk_rows, images=False).to(device)
+        vocabulary = anatomy.find(model).head.out_features
+        examples = random_examples(case.prefix, case.continuations, case.length, vocabulary, config.seed)
+        weights = entry_weights("example", [int(example.target.sum()) for example in examples])
+        packs = [star(examples, case.prefix)]
+        if name == "standalone":
+            packs = [standalone(index, len(example.ids)) for index, example in enumerate(examples[: case.alone])]
+        self.packs = packs
+        self.batches: list[Batch] = [collate(pack, examples, weights) for pack in packs]
+        parameters = anatomy.trainable(model)
+        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-5)
+        coverage = gradients.Coverage(list(parameters), frozenset(), config.train.warmup_updates)
+        ranks = Ranks(0, 1, device, None)
+        self.stepper = Stepper(self.root, parameters, optimizer, ranks, coverage, config.seed, config.train.clip_norm)
+        self.adapters = sum(parameter.numel() for parameter in parameters.values())
+
+    def run(self) -> None:
+        """One whole update."""
+        update(self.stepper, 1, 1e-5, self.batches)
+
+    def flops(self) -> tuple[int, int]:
+        """Model FLOPs of an update, and those of the recomputation: `budget.model_flops` says what they count."""
+        geometry = Geometry.of(read_config(self.config.model))
+        model = again = 0
+        for pack, batch in zip(self.packs, self.batches, strict=True):
+            shape = budget.Shape.of(pack.lengths, pack.parents, len(batch.targets.rows))
+            model += budget.model_flops(geometry, shape, "adapter", self.adapters)
+            again += budget.recomputed_flops(geometry, shape) if self.config.memory.recompute else 0
+        return model, again
+
+
+def measure(name: str, case: Case, device: torch.device) -> dict[str, Any]:
+    """One row."""
+    ceiling = matrix_ceiling(device)
+    pins = kernels.use_pins()
+    row = Row(name, case, device)
+    weights = _allocated(device)
+    _reset_peak(device)
+    first = seconds(row.run, device)
+    warm = [seconds(row.run, device) for _ in range(case.warm)]
+    median = statistics.median(warm)
+    model, again = row.flops()
+    positions, logical = (sum(getattr(pack, what) for pack in row.packs) for what in ("positions", "logical"))
+    peak = case.peak_tflops * 1e12
+    found = {
+        "case": asdict(case),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": {"torch": torch.__version__},
+        "pins": pins,
+        "kernels": outcome.kernels(row.config, device),
+        "ceiling_tflops": ceiling,
+        "examples": len(row.packs) if name == "standalone" else case.continuations,
+        "first_s": first,
+        "median_s": median,
+        "min_s": min(warm),
+        "max_s": max(warm),
+        "positions": positions,
+        "positions_per_s": positions / median,
+        "logical_per_s": logical / median,
+        "model_flops": model,
+        "hardware_flops": model + again,
+        "model_tflops": model / median / 1e12,
+        "model_utilisation": model / median / peak,
+        "hardware_utilisation": (model + again) / median / peak,
+        "memory": _memory(device, weights),
+    }
+    if name == "standalone":
+        found["all_s"] = median * case.continuations / len(row.packs)
+    return found | {"launched": launched(row.run, device)}
+
+
+def seconds(run: Callable[[], None], device: torch.device) -> float:
+    """Of one run, the device's work included."""
+    _synchronize(device)
+    began = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - began
+
+
+def matrix_ceiling(device: torch.device, size: int = 8192, repeats: int = 20) -> float:
+    """TFLOP/s of bfloat16 matrix products, read before each row: what the chip gives at this moment."""
+    if device.type != "cuda":
+        return 0.0
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product: Tensor = left @ right
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            torch.mm(left, right, out=product)
+
+    spent = seconds(multiply, device)
+    return repeats * 2 * size**3 / spent / 1e12
+
+
+def launched(run: Callable[[], None], device: torch.device, most: int = 40) -> list[dict[str, Any]]:
+    """The kernels of one update that take the most time of the device."""
+    if device.type != "cuda":
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        _synchronize(device)
+    kernels_seen = [event for event in profile.key_averages() if event.self_device_time_total > 0]
+    kernels_seen.sort(key=lambda event: -event.self_device_time_total)
+    return [
+        {"kernel": event.key[:200], "calls": event.count, "s": event.self_device_time_total / 1e6}
+        for event in kernels_seen[:most]
+    ]
+
+
+def _memory(device: torch.device, weights: int) -> dict[str, float]:
+    if device.type != "cuda":
+        return {"weights_gib": 0.0, "peak_allocated_gib": 0.0, "peak_reserved_gib": 0.0, "above_weights_gib": 0.0}
+    gib = budget.GIB
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return {
+        "weights_gib": weights / gib,
+        "peak_allocated_gib": allocated / gib,
+        "peak_reserved_gib": reserved / gib,
+        "above_weights_gib": (allocated - weights) / gib,
+    }
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Measure the row that the command line names; its figures are the last line."""
+    row, told = sys.argv[1], json.loads(sys.argv[2])
+    case = Case(**{**told, "overrides": tuple(told["overrides"])})
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    found = gate(case, device) if row == GATE else measure(row, case, device)
+    print(json.dumps(found, allow_nan=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""`prefix-train bench pack` on a CPU with a tiny geometry: the gate, the rows, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.errors import UserError
+from prefix_train import attention, bench_pack
+from prefix_train.bench_pack import Case, bench, continuations, gate, geometry_file, measure, ratios
+
+CPU = torch.device("cpu")
+TINY = str(Path(__file__).parents[1] / "data" / "tiny-geometry.yaml")
+CASE = Case(TINY, 60, 3, 11, warm=1, alone=2)
+
+
+@pytest.fixture
+def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_pack, "SMALL_SHAPE", (37, 3, 9))
+    monkeypatch.setattr(bench_pack, "SMALL", {"hidden_size": 32, "vocab_size": 1024})
+
+
+@pytest.mark.usefixtures("few_examples")
+def test_gate_holds_packs_against_transformers_own_model() -> None:
+    found = gate(CASE, CPU)
+    assert found["passed"], found
+    assert found["float32"]["examples"] == found["bfloat16"]["examples"] == 3
+    assert "torch reference" in found["float32"]["kernels"]["standalone_deltanet"]
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.usefixtures("few_examples")
+def test_gate_fails_where_continuations_do_not_read_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_merge", lambda *_: None)
+    found = gate(CASE, CPU)
+    assert not found["passed"]
+    assert "gradient" in found["float32"]["failed"]
+
+
+def test_rows_are_whole_updates_of_the_same_examples() -> None:
+    packed, alone = (measure(name, CASE, CPU) for name in ("packed", "standalone"))
+    assert (packed["positions"], packed["examples"]) == (60 + 3 * 11, 3)
+    assert (alone["positions"], alone["examples"]) == (2 * 71, 2)
+    assert alone["all_s"] == pytest.approx(alone["median_s"] * 3 / 2)
+    assert packed["hardware_flops"] > packed["model_flops"] > 0
+    (ratio,) = ratios([{"row": "packed", **packed}, {"row": "standalone", **alone}])
+    assert ratio["standalone"] == pytest.approx(alone["all_s"] / packed["median_s"])
+
+
+def test_no_row_without_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def answer(row: str, case: Case) -> dict[str, Any]:
+        asked.append(row)
+        return {"passed": False}
+
+    monkeypatch.setattr(bench_pack, "_in_a_process", answer)
+    with pytest.raises(RuntimeError, match="no figure without the correctness gate"):
+        bench(CASE, ("packed",), tmp_path / "out.json")
+    assert asked == ["gate"]
+
+
+def test_a_row_that_is_measured_again_replaces_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    times = iter([3.0, 2.0, 5.0])
+
+    def answer(row: str, case: Case) -> dict[str, Any]:
+        if row == "gate":
+            return {"passed": True}
+        return {"case": {"prefix": case.prefix}, "median_s": next(times), "model_tflops": 1.0}
+
+    monkeypatch.setattr(bench_pack, "_in_a_process", answer)
+    out = tmp_path / "out.json"
+    bench(CASE, ("packed",), out)
+    bench(CASE, ("packed",), out)
+    found = bench(dataclasses.replace(CASE, prefix=61), ("packed",), out)
+    assert [(row["case"]["prefix"], row["median_s"]) for row in found["rows"]] == [(60, 2.0), (61, 5.0)]
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(UserError, match="neither a file nor one of qwen3"):
+        geometry_file("qwen9")
+    with pytest.raises(UserError, match="80x1000"):
+        continuations("80*1000")
+    assert continuations("80x1000") == (80, 1000)
+    assert Case("qwen3.6-27b", 64000, 80, 1000, layers=4).config().model.build["num_hidden_layers"] == 4
