@@ -163,6 +163,8 @@ class WatchConfig:
 
     poll_s: float = 1.0
     """How often a watcher reads the heartbeats."""
+    start_s: float = 120.0
+    """Longest wait of a rank for its node's watcher to start: a rank that nobody watches is not started."""
     load_s: float = 1800.0
     """Longest loading of model and data."""
     first_update_s: float = 3600.0

@@ -21,8 +21,12 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from configs import runfolder
 from configs.errors import UserError
 
-PHASES = ("load", "compile", "first_update", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "done")
-UPDATE_PHASES = frozenset({"compile", "first_update", "forward", "backward", "reduce", "optimizer"})
+PHASES = (
+    *("load", "compile", "first_update", "data", "forward", "backward", "reduce", "optimizer"),
+    *("save", "evaluate", "done"),
+)
+"""`data`: waiting for the update's batches, which are made in the background."""
+UPDATE_PHASES = frozenset({"compile", "first_update", "data", "forward", "backward", "reduce", "optimizer"})
 KEPT_DURATIONS = 128
 
 
@@ -101,6 +105,11 @@ class Heartbeat:
         self._phase, self._part, self._update, self._pack = shown, name, number, pack
         self.beat()
 
+    @property
+    def standing(self) -> tuple[str, int, int]:
+        """Phase as it was named, update, pack."""
+        return self._part, self._update, self._pack
+
     def beat(self) -> None:
         """Say again where the rank stands, so that a long phase is seen to be alive."""
         beat = Beat(
@@ -161,6 +170,7 @@ class End:
     exception: str | None
     """Type of the exception, with its module unless it is a builtin."""
     message: str | None
+    """The exception's, or what another process knows of the reason why a signal ended this one."""
     where: str | None
     """`file:line` that raised."""
     frames: tuple[str, ...]
@@ -188,11 +198,12 @@ def ended(
     status: int | None = None,
     host: str | None = None,
     pid: int | None = None,
+    message: str | None = None,
 ) -> End:
     """Write `logs/rank<k>.json`: how `rank` ended. A rank calls it last; a watcher does for one that could not.
 
     `error` alone gives its own exit status. `host` and `pid`: of the rank, where the caller is another process.
-    Raises StaleAttempt where the run has gone on to a later life.
+    `message`: what that one knows of the reason. Raises StaleAttempt where the run has gone on to a later life.
     """
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     places = tuple(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames)
@@ -209,7 +220,7 @@ def ended(
         status=exit_status(error) if status is None and signal is None else status,
         signal=signals.Signals(signal).name if signal is not None else None,
         exception=_type_name(error) if error is not None else None,
-        message=str(error) if error is not None else None,
+        message=str(error) if error is not None else message,
         where=places[-1].rpartition(" ")[0] if places else None,
         frames=places,
     )

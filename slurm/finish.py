@@ -7,12 +7,12 @@ rank ended well and `result.json` is there. Whether a Slurm job begins again, an
 
 from __future__ import annotations
 
-import re
+import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -26,8 +26,9 @@ from configs.console import run as run_app
 from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import End
-from slurm import acts, life, policy, scheduler, verdict
+from slurm import acts, causes, life, memory, policy, presence, scheduler, verdict
 from slurm.policy import Cause, Life
+from slurm.presence import Presence
 from slurm.scheduler import NoAnswer
 
 GATE_FAILED = 78
@@ -40,10 +41,6 @@ ENDED_WELL = (0, runfolder.STOPPED)
 
 WORD_S = 5.0
 """How long the word of a rank that was killed may take: its node's watcher writes it."""
-
-LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
-"""What a rank says of another one that is gone."""
-OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
 
 class Outcome(NamedTuple):
@@ -62,18 +59,26 @@ def conclude(run: Path, srun_status: int, per_node: int | None = None) -> Outcom
     its own; without a result nothing counts as success. per_node: ranks per node, where nodes can fail alone.
     """
     attempt = runfolder.current_attempt(run)
+    found = _judge(run, srun_status, per_node, attempt)
+    if not (lost := presence.lost(run, attempt)):
+        return found
+    line, sep, advice = found.line.partition("; to go on")
+    return found._replace(line=f"{line}; {_unwatched(lost)}{sep}{advice}")
+
+
+def _judge(run: Path, srun_status: int, per_node: int | None, attempt: int) -> Outcome:
     if hang := verdict.latest(run, attempt):
         return Outcome(HUNG, f"stuck: {hang}", "hang", verdict.culprits(run, attempt))
     ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
     if per_node and (lost := _lost_ranks(ends, per_node)):
         return _node_lost(lost, srun_status, ends)
-    if failed := sorted((end for end in ends if end.status not in ENDED_WELL), key=_first_cause):
-        first = failed[0]
-        cause = _cause(first)
-        return Outcome(_status(first), f"failed: {_sentence(first)}", cause, (first.rank,) if cause == "died" else ())
+    if failed := sorted((end for end in ends if end.status not in ENDED_WELL), key=causes.order):
+        return _failed(failed, ends)
+    silent = _silent(ends)
+    if (srun_status or silent) and (fault := _unwritable(run)):
+        return Outcome(srun_status or FAILED, f"failed: {fault}", "setup")
     if srun_status:
         return Outcome(srun_status, f"failed: the ranks' launcher ended with status {srun_status}")
-    silent = _silent(ends)
     if silent:
         return Outcome(FAILED, f"failed: rank {silent[0]} left no word of how it ended")
     if any(end.status == runfolder.STOPPED for end in ends):
@@ -81,6 +86,18 @@ def conclude(run: Path, srun_status: int, per_node: int | None = None) -> Outcom
     if not (run / runfolder.RESULT).is_file():
         return Outcome(FAILED, f"failed: all ranks ended well, but there is no {runfolder.RESULT}")
     return Outcome(0, f"complete{_answered(run)}; {run / runfolder.RESULT}", "complete")
+
+
+def _failed(failed: Sequence[End], ends: Sequence[End]) -> Outcome:
+    """Judge by the records of the ranks that ended badly, first causes first; `ends`: of all ranks."""
+    first = failed[0]
+    cause, ranks = causes.of(first), tuple[int, ...]()
+    if cause in ("died", "unwatched"):
+        ranks = (first.rank,)
+    if cause == "network":
+        host = causes.suspect(failed, causes.addresses)
+        ranks = tuple(end.rank for end in ends if end.host == host)
+    return Outcome(_status(first), f"failed: {_sentence(first)}", cause, ranks)
 
 
 def act_failed(run: Path, name: str, status: int) -> Outcome:
@@ -185,7 +202,7 @@ def _lost_ranks(ends: list[End], per_node: int) -> tuple[int, ...]:
 
 
 def _node_lost(lost: tuple[int, ...], srun_status: int, ends: list[End]) -> Outcome:
-    worst = next((end for end in sorted(ends, key=_first_cause) if end.status not in ENDED_WELL), None)
+    worst = next((end for end in sorted(ends, key=causes.order) if end.status not in ENDED_WELL), None)
     said = f"; {_sentence(worst)}" if worst else ""
     line = f"failed: rank {lost[0]} fell silent together with the watcher of its node{said}"
     return Outcome(srun_status or FAILED, line, "node", lost)
@@ -202,25 +219,23 @@ def _unfit(run: Path, nodes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(node for node in nodes if node in found)
 
 
-def _first_cause(end: End) -> tuple[bool, float]:
-    """Order of failures: a rank that lost its connections only shows that another one had gone before."""
-    return _lost_connections(end), end.time
+def _unwritable(run: Path) -> str | None:
+    """Why nobody can have left a word in the run folder; None: it can be written."""
+    if not run.is_dir():
+        return f"the run folder {run} is gone"
+    probe = run / f".written.{os.getpid()}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return f"the run folder {run} cannot be written: {error.strerror}"
+    return None
 
 
-def _lost_connections(end: End) -> bool:
-    return bool(end.message and LOST_CONNECTION.search(end.message))
-
-
-def _cause(end: End) -> Cause:
-    if end.signal == signal.SIGTERM.name:
-        return "killed"  # Slurm or a person asked, before the rank could listen
-    if end.signal:
-        return "died"
-    if end.exception and end.exception.rpartition(".")[2] in OUT_OF_MEMORY:
-        return "memory"
-    if _lost_connections(end):
-        return "network"
-    return "mistake" if end.status == FAILED + 1 else "raised"
+def _unwatched(lost: Sequence[Presence]) -> str:
+    first = lost[0]
+    when = time.strftime("%F %T", time.localtime(first.gone))
+    return f"the watcher of {first.host} had died: from {when} on nobody watched that node"
 
 
 def _status(end: End) -> int:
@@ -232,9 +247,12 @@ def _status(end: End) -> int:
 def _sentence(end: End) -> str:
     when = f" in update {end.update}" if end.update else ""
     if end.signal:
-        return f"rank {end.rank} on {end.host} was ended by {end.signal}{when}"
+        why = f": {end.message}" if end.message else ""
+        return f"rank {end.rank} on {end.host} was ended by {end.signal}{when}{why}"
     if end.exception:
         message = " ".join((end.message or "").split())
+        if causes.of(end) == "unwatched":
+            return f"rank {end.rank} on {end.host} was not started: {message}"
         return f"rank {end.rank} on {end.host} raised {end.exception}{when} at {end.where}: {message}"
     return f"rank {end.rank} on {end.host} ended with status {end.status}{when}"
 
@@ -266,7 +284,24 @@ def _end(run: Path, outcome: str) -> tuple[Outcome, Life | None]:
     if int(status):
         wait_for_words(run, WORD_S + config.watch.poll_s)
     per_node = config.slurm.tasks_per_node if config.slurm.nodes > 1 else None
-    return decide(run, config, conclude(run, int(status), per_node))
+    return decide(run, config, ask_slurm(run, conclude(run, int(status), per_node)))
+
+
+def ask_slurm(run: Path, ended: Outcome) -> Outcome:
+    """A rank that was killed may have been over the memory that Slurm gave the job: no fault of its node."""
+    if ended.cause != "died" or ended.status != 128 + signal.SIGKILL:
+        return ended
+    job = scheduler.job_id(os.environ)
+    said = memory.ended_by_slurm(run / runfolder.LOGS / f"job-{os.environ['SLURM_JOB_ID']}.log", job)
+    if said is None:
+        return ended
+    known = said.startswith(memory.SAID)
+    if not known and memory.UNKNOWN not in ended.line:
+        return ended  # the kernel has told, and Slurm's silence adds nothing
+    line = ended.line.partition(f": {memory.UNKNOWN}")[0]
+    return ended._replace(
+        line=f"{line}: {said}", cause="memory" if known else "died", ranks=() if known else ended.ranks
+    )
 
 
 if __name__ == "__main__":

@@ -11,16 +11,18 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from configs import runfolder
 from configs.compose import from_run
+from configs.nodefolder import private_folder
 from configs.schema import Config
 from prefix_train import heartbeat
+from slurm import memory, presence
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR2)
 
@@ -41,6 +43,16 @@ class Place(NamedTuple):
     local_rank: int
     address: str
     port: int
+    node: int = 0
+
+    @property
+    def speaks_for_node(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_rank == 0
+
+
+class Unwatched(RuntimeError):
+    """A node's watcher did not start, so its ranks did not either."""
 
 
 def run_rank(run: str) -> None:
@@ -51,9 +63,16 @@ def run_rank(run: str) -> None:
     """
     folder = Path(run)
     config, place = from_run(folder), find_place(os.environ)
+    relay = Relay()
+    if not presence.wait(folder, place.node, config.watch.start_s):
+        limit = f"watch.start_s={config.watch.start_s:g} s"
+        error = Unwatched(f"no watcher within {limit}: why stands in the job's log or in logs/watch-*")
+        heartbeat.ended(folder, place.rank, place.world, error=error)
+        raise SystemExit(heartbeat.exit_status(error))
     log = folder / runfolder.LOGS / f"rank{place.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **rank_environment(config, place, os.environ)}
+    kills, since = memory.kernel_kills(), time.monotonic()
     with log.open("ab") as stream:
         child = subprocess.Popen(
             [sys.executable, "-u", "-m", "slurm.rank", run],
@@ -63,9 +82,10 @@ def run_rank(run: str) -> None:
             stderr=subprocess.STDOUT,
             process_group=0,  # a Ctrl-C in the terminal is for slurm.local, which asks all ranks to save
         )
-    _forward_signals(child)
-    status = child.wait()
-    record_end(folder, place, child.pid, status)
+        relay.begin(child)
+        status = _wait(child, folder, place, stream)
+    why = memory.ended_by_kernel(child.pid, kills, since) if status == -signal.SIGKILL else None
+    record_end(folder, place, child.pid, status, why)
     if status not in (0, runfolder.STOPPED):
         raise SystemExit(status if status > 0 else 128 - status)
 
@@ -80,13 +100,13 @@ def find_place(environment: Mapping[str, str]) -> Place:
         address, port = job.hostnames[0], FIRST_PORT + life % PORTS
     else:
         address, port = "127.0.0.1", int(environment[PORT])
-    return Place(job.global_rank, job.num_tasks, job.local_rank, address, port)
+    return Place(job.global_rank, job.num_tasks, job.local_rank, address, port, job.node)
 
 
 def rank_environment(config: Config, place: Place, environment: Mapping[str, str]) -> dict[str, str]:
     """What a rank needs in its environment before its interpreter starts."""
     threads = str(config.train.threads)
-    cache = cache_folder() / f"rank{place.local_rank}"
+    cache = private_folder() / f"rank{place.local_rank}"
     found = {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world),
@@ -106,18 +126,8 @@ def rank_environment(config: Config, place: Place, environment: Mapping[str, str
     return found
 
 
-def cache_folder() -> Path:
-    """This node's own folder for compiled kernels. Kernels are code: nobody else may be able to write there."""
-    folder = Path(tempfile.gettempdir()) / f"prefix-train-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o022 or folder.is_symlink():
-        raise PermissionError(f"{folder} is not this user's own: others could plant kernels in it; remove it")
-    return folder
-
-
-def record_end(run: Path, place: Place, pid: int, status: int) -> None:
-    """Write how the rank ended, `status` being Popen's, unless it did so itself."""
+def record_end(run: Path, place: Place, pid: int, status: int, why: str | None = None) -> None:
+    """Write how the rank ended, `status` being Popen's, unless it did so itself. why: what is known of the reason."""
     attempt = runfolder.process_attempt()
     own = any(
         end.rank == place.rank and end.attempt == attempt and end.pid == pid and end.status == status
@@ -126,15 +136,40 @@ def record_end(run: Path, place: Place, pid: int, status: int) -> None:
     if own:
         return
     if status < 0:
-        heartbeat.ended(run, place.rank, place.world, signal=-status, pid=pid)
+        heartbeat.ended(run, place.rank, place.world, signal=-status, pid=pid, message=why)
     else:
         heartbeat.ended(run, place.rank, place.world, status=status, pid=pid)
 
 
-def _forward_signals(child: subprocess.Popen[bytes]) -> None:
-    def forward(number: int, _: FrameType | None) -> None:
-        child.send_signal(number)
+def _wait(child: subprocess.Popen[bytes], run: Path, place: Place, log: BinaryIO) -> int:
+    """Wait for the rank's end; a watcher that dies meanwhile is written down, and the rank goes on."""
+    while True:
+        try:
+            return child.wait(presence.BEAT_S if place.speaks_for_node else None)
+        except subprocess.TimeoutExpired:
+            if presence.check(run, place.node):
+                log.write(b"the watcher of this node has died: training goes on, and nobody watches it\n")
+                log.flush()
 
-    for number in FORWARDED:
-        signal.signal(number, forward)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+class Relay:
+    """Passes on to a rank the signals that this process gets; what comes before it has started, once it has."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        for number in FORWARDED:
+            signal.signal(number, self._pass)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def begin(self, child: subprocess.Popen[bytes]) -> None:
+        """`child` is the rank."""
+        self._child = child
+        for number in self._early:
+            child.send_signal(number)
+
+    def _pass(self, number: int, _: FrameType | None) -> None:
+        if self._child is None:
+            self._early.append(number)
+        else:
+            self._child.send_signal(number)

@@ -98,19 +98,21 @@ def _load(document: dict[str, Any]) -> Life:
 
 
 def without(run: Path, lives: Sequence[Life]) -> tuple[str, ...]:
-    """What ExcNodeList has to hold: the user's own exclusions, and the nodes at fault if enough others are left.
+    """What ExcNodeList has to hold: the user's own exclusions, and of the nodes at fault those that can be left out.
 
-    A job that can run nowhere would wait for ever: better the same nodes again. Raises NoAnswer.
+    Raises NoAnswer.
     """
     slurm = from_run(run).slurm
     given, bad = (slurm.exclude,) if slurm.exclude else (), policy.excluded(lives)
     if bad and slurm.nodelist:
         print(f"{', '.join(bad)} cannot be left out: slurm.nodelist says where to run", file=sys.stderr)
         return given
-    if bad and len(scheduler.partition_nodes() - {*bad, *scheduler.names(*given)}) < slurm.nodes:
-        print(f"{', '.join(bad)} cannot be left out: too few other nodes are up", file=sys.stderr)
+    if not bad:
         return given
-    return (*given, *bad)
+    out = policy.bearable(bad, scheduler.partition_nodes() - {*scheduler.names(*given)}, slurm.nodes)
+    if kept := [node for node in bad if node not in out]:
+        print(f"{', '.join(kept)} cannot be left out: too few other nodes are up", file=sys.stderr)
+    return (*given, *out)
 
 
 def _judge_last(run: Path, lives: Sequence[Life]) -> tuple[Life, policy.Decision]:

@@ -1,8 +1,9 @@
 """What follows when a life of a job has ended: an end, or another life, with or without some nodes. Pure.
 
 A life that fails for a reason that lies in the run itself would fail again, so it is not followed by another. Where
-the reason may lie in a node, that node is left out. No run comes back more than `max_requeues` times after failures,
-nor twice from the same failure at the same update, nor at all from a life that got nowhere before its time was up.
+the reason may lie in a node, that node is left out; a lost connection and a straggler are given one more chance first.
+No run comes back more than `max_requeues` times after failures, nor twice from the same failure at the same update, nor
+at all from a life that got nowhere before its time was up.
 """
 
 from __future__ import annotations
@@ -18,23 +19,29 @@ Cause = Literal[
     "node",  # a node failed, or fell silent with its ranks and its watcher
     "hang",  # a watcher found the run stuck
     "died",  # a signal ended a rank
+    "unwatched",  # no watcher started on a node
     "network",  # every rank has reported, and all they report is lost connections
+    "straggler",  # a watcher found the run held up by a rank that is much slower than the others
     "gate",  # preflight found nodes unfit
-    "memory",  # out of memory
+    "memory",  # out of memory, the kernel's and Slurm's own kills included
+    "nan",  # a loss or gradient that is not finite
     "mistake",  # a user's mistake: bad input, an impossible option
-    "raised",  # an exception in the trainer, bad numbers and a bad result included
+    "raised",  # an exception in the trainer, a bad result included
     "setup",  # what comes before preflight and training failed
     "unknown",  # nothing says why
 ]
 CAUSES: tuple[str, ...] = get_args(Cause)
 
-FAILURES = frozenset({"node", "hang", "died", "network"})
+FAILURES = frozenset({"node", "hang", "died", "unwatched", "network", "straggler"})
 """Causes that may lie outside the run, and that count against `slurm.max_requeues`."""
+PASSING = frozenset({"network", "straggler"})
+"""Failures that often pass by themselves: no node is left out until the same happens again."""
 
 WHY_STOP: dict[str, str] = {
     "complete": "the run is complete",
     "gate": "preflight found nodes unfit",
     "memory": "out of memory: it would be again",
+    "nan": "a loss or gradient is not finite: it would be again",
     "mistake": "a mistake in the run: it has to be put right first",
     "raised": "the trainer failed: it would again",
     "setup": "the job could not get ready: it would fail again",
@@ -89,14 +96,30 @@ def decide(lives: Sequence[Life], max_requeues: int, exclude_unfit: bool) -> Dec
         return _after_gate(last, before)
     if last.cause not in FAILURES:
         return Decision(False, (), WHY_STOP[last.cause])
-    if any(life.cause == last.cause and life.update == last.update for life in before):
+    alike = [life for life in before if life.cause == last.cause]
+    if any(life.update == last.update for life in alike):
         return Decision(False, (), f"the same failure twice at update {last.update}")
     if (failures := sum(life.cause in FAILURES for life in [*before, last])) > max_requeues:
         return Decision(False, (), f"{failures} failures are more than slurm.max_requeues={max_requeues}")
-    if last.cause == "network" and any(life.cause == "network" for life in before):
-        return Decision(False, (), "connections were lost twice, and no node can be named")
+    if last.cause in PASSING and not alike:
+        return Decision(True, (), "once on any nodes: it may have passed")
     blamed = last.culprits if len(last.culprits) < max(2, len(last.nodes)) else ()
+    if last.cause in PASSING and not blamed:
+        return Decision(False, (), f"{last.cause} twice, and no node can be named")
     return Decision(True, blamed, f"without {', '.join(blamed)}" if blamed else "on any nodes")
+
+
+def bearable(bad: Sequence[str], up: Iterable[str], needed: int) -> tuple[str, ...]:
+    """Those of the nodes `bad` that can be left out where `needed` of the nodes `up` have to remain; the newest first.
+
+    A job that can run nowhere would wait for ever: better on nodes that have been at fault again.
+    """
+    left, kept = set(up), set[str]()
+    for node in reversed(bad):
+        if len(left - {node}) >= needed:
+            left.discard(node)
+            kept.add(node)
+    return tuple(node for node in bad if node in kept)
 
 
 def _after_stop(last: Life, before: Sequence[Life]) -> Decision:
@@ -106,9 +129,18 @@ def _after_stop(last: Life, before: Sequence[Life]) -> Decision:
 
 
 def _after_kill(last: Life, before: Sequence[Life], patience: int) -> Decision:
-    if sum(life.cause == "killed" and life.update == last.update for life in before) >= max(1, patience):
-        return Decision(False, (), f"ended from outside again and again at update {last.update}")
-    return Decision(True, (), f"from update {last.update}")
+    """Nobody is to blame; but a run that is ended again and again before it comes further ends for good."""
+    if (vain := _in_vain([*before, last])) >= max(2, patience):
+        return Decision(False, (), f"ended from outside, and {vain} lives in a row came no further than before")
+    return Decision(True, (), "from its newest checkpoint")
+
+
+def _in_vain(lives: Sequence[Life]) -> int:
+    """How many of the last lives in a row came no further than those before them."""
+    best, vain = -1, 0
+    for life in lives:
+        best, vain = max(best, life.update), 0 if life.update > best else vain + 1
+    return vain
 
 
 def _after_gate(last: Life, before: Sequence[Life]) -> Decision:

@@ -13,14 +13,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import psutil
 import typer
 
 from configs import runfolder
@@ -30,7 +29,7 @@ from configs.console import run as run_app
 from configs.schema import Config, WatchConfig
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat
-from slurm import deadlines, stacks, verdict
+from slurm import deadlines, presence, stacks, verdict
 from slurm.deadlines import Overdue
 from slurm.finish import ENDED_WELL, HUNG
 from slurm.rank import stack_file
@@ -50,7 +49,7 @@ class Watcher:
     """Watches the ranks `expected` of this node in life `attempt` of the run.
 
     `parent`: process id of a local run's driver; where that is gone, the ranks are ended too. `save_within_s`: how long
-    ranks that were asked to save may take for it.
+    ranks that were asked to save may take for it. `node`: index of this node in the job.
     """
 
     def __init__(
@@ -61,15 +60,18 @@ class Watcher:
         attempt: int,
         parent: int | None = None,
         save_within_s: float = math.inf,
+        node: int = 0,
     ) -> None:
         self.run, self.watch, self.expected, self.attempt = run, watch, frozenset(expected), attempt
-        self.host, self.parent = socket.gethostname(), parent
+        self.host, self.parent, self.node = socket.gethostname(), parent, node
         self.began = time.monotonic()
         self.patience = 1.0
         """Grows when an alarm turned out false, so that slow ranks are not sampled at every poll."""
         self.gone_since: dict[int, float] = {}
         self.bad_since: float | None = None
         self.save_within_s = save_within_s
+        self.said = -math.inf
+        """When this watcher last said that it is there."""
         self.told: float | None = None
         """When the ranks of this node were asked to save, which this process hears too."""
 
@@ -80,6 +82,9 @@ class Watcher:
     def watch_all(self) -> int:
         """Poll until all ranks of this node have ended; returns the exit status."""
         while True:
+            if time.monotonic() - self.said > presence.BEAT_S:
+                presence.say(self.run, self.node)
+                self.said = time.monotonic()
             status = self.poll()
             if status is not None:
                 return status
@@ -199,12 +204,8 @@ class Watcher:
 
 
 def is_alive(beat: Beat) -> bool:
-    """Whether the process that gave `beat` runs: a later process with the same number does not count."""
-    try:
-        process = psutil.Process(beat.pid)
-        return bool(process.create_time() <= beat.time + 1 and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    """Whether the process that gave `beat` runs."""
+    return presence.runs(beat.pid, beat.time)
 
 
 def end_ranks(beats: Iterable[Beat]) -> None:
@@ -215,11 +216,15 @@ def end_ranks(beats: Iterable[Beat]) -> None:
             os.kill(beat.pid, signal.SIGKILL)
 
 
-def expected_ranks(config: Config, environment: dict[str, str]) -> range:
-    """The ranks of this node: all of them, or a Slurm node's own."""
+def node_index(config: Config, environment: Mapping[str, str]) -> int:
+    """Which of the job's nodes this is."""
+    return int(environment.get("SLURM_NODEID", "0")) if config.cluster == "slurm" else 0
+
+
+def expected_ranks(config: Config, node: int) -> range:
+    """The ranks of the node with that index."""
     per_node = config.slurm.tasks_per_node
-    first = int(environment.get("SLURM_NODEID", "0")) * per_node if config.cluster == "slurm" else 0
-    return range(first, first + per_node)
+    return range(node * per_node, (node + 1) * per_node)
 
 
 def _render(name: str, look: Look, gap_s: float) -> str:
@@ -238,9 +243,9 @@ def main(
 ) -> int:
     """Exit with 0 when all ranks ended well, 1 after one that did not, 79 after a hang."""
     config = from_run(run)
-    ranks = expected_ranks(config, dict(os.environ))
-    within = SAVE_SHARE * config.slurm.signal_delay_s
-    watcher = Watcher(run, config.watch, ranks, runfolder.process_attempt(), parent, within)
+    node, within = node_index(config, os.environ), SAVE_SHARE * config.slurm.signal_delay_s
+    ranks = expected_ranks(config, node)
+    watcher = Watcher(run, config.watch, ranks, runfolder.process_attempt(), parent, within, node)
     if config.cluster == "slurm":
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, watcher.hear)

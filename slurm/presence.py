@@ -1,0 +1,97 @@
+"""A node's watcher says that it is there, in heartbeat/watch<node>.json, and its ranks start only then.
+
+A rank that nobody watches hangs until its time is up. So a watcher that never starts ends the job before it has cost
+anything. One that dies later does not: what is trained is the same without it, a hang over several nodes is seen by
+the watchers of the others, and the time limit is left. It is said in the rank's log and in the job's last line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from configs import runfolder
+
+BEAT_S = 10.0
+"""A watcher says this often that it is still there."""
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Presence:
+    """One node's watcher. node: index in the job. Times are wall clock, seconds since 1970."""
+
+    node: int
+    attempt: int
+    host: str
+    pid: int
+    time: float
+    gone: float | None = None
+    """When a rank's parent found that it runs no more."""
+
+
+def say(run: Path, node: int) -> None:
+    """This process is the watcher of `node`. Raises StaleAttempt in one of an earlier life."""
+    _write(run, Presence(node, runfolder.process_attempt(), socket.gethostname(), os.getpid(), time.time()))
+
+
+def read(run: Path, node: int) -> Presence | None:
+    """The watcher of `node` in this process's life; none: it has not said anything."""
+    try:
+        document: dict[str, Any] = runfolder.read_json(_path(run, node))
+    except FileNotFoundError:
+        return None
+    found = Presence(**document)
+    return found if found.attempt == runfolder.process_attempt() else None
+
+
+def wait(run: Path, node: int, seconds: float) -> bool:
+    """Wait for the watcher of `node`; whether it came."""
+    until = time.monotonic() + seconds
+    while read(run, node) is None:
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def check(run: Path, node: int) -> bool:
+    """Whether the watcher of this very node, `node`, runs no more; the first time it is written down.
+
+    Only to be asked while a rank of the node runs: a watcher ends when they have.
+    """
+    found = read(run, node)
+    if found is None or found.gone is not None or found.host != socket.gethostname() or runs(found.pid, found.time):
+        return False
+    _write(run, replace(found, gone=time.time()))
+    return True
+
+
+def lost(run: Path, attempt: int) -> list[Presence]:
+    """Watchers of life `attempt` that were found to run no more while ranks of their nodes did, by node."""
+    documents = map(runfolder.read_json, (run / runfolder.HEARTBEAT).glob("watch*.json"))
+    found = (Presence(**document) for document in documents)
+    return sorted((one for one in found if one.attempt == attempt and one.gone), key=lambda one: one.node)
+
+
+def runs(pid: int, then: float) -> bool:
+    """Whether process `pid`, which ran at wall clock `then`, still does: a later one with its number does not count."""
+    try:
+        process = psutil.Process(pid)
+        return bool(process.create_time() <= then + 1 and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _write(run: Path, presence: Presence) -> None:
+    runfolder.write_json(_path(run, presence.node), asdict(presence), run=run)
+
+
+def _path(run: Path, node: int) -> Path:
+    return run / runfolder.HEARTBEAT / f"watch{node}.json"
