@@ -15,7 +15,8 @@ class ModelConfig:
     """Which model, in which precision, on which kernels."""
 
     path: str | None = None
-    """Folder with a model in transformers' format. Exactly one of `path` and `build` is given."""
+    """Folder with a model in transformers' format, or a GGUF file; `package:NAME/FILE` is a file that the Python package
+    NAME carries. Exactly one of `path` and `build` is given."""
     build: dict[str, Any] = field(default_factory=dict)
     """A transformers configuration (`model_type`, `text_config`, ...): a model with random weights is made of it."""
     seed: int = 0
@@ -36,7 +37,7 @@ class DataConfig:
     """Chat JSONL file with the training examples. Relative paths are relative to the working folder at submit."""
     heldout: str | None = None
     """Chat JSONL file with held-out examples."""
-    prepare: Literal["none", "digits"] = "none"
+    prepare: Literal["none", "digits", "biopsies"] = "none"
     """Demonstration data to write beside `train` before anything else, where it is not there yet."""
     on_bad_example: Literal["stop", "skip"] = "stop"
     """`stop`: a bad example ends the plan with file and line. `skip`: all ranks leave it out, the report counts it."""

@@ -37,12 +37,16 @@ SIDE = 32
 
 
 def write_digits(folder: Path) -> dict[str, int]:
-    """Write `images/`, `heldout.jsonl` and, last, `train.jsonl` into `folder`; returns examples per JSONL file.
+    """Write `images/`, `heldout.jsonl` and, last, `train.jsonl` into `folder`; returns examples per JSONL file."""
+    return write_files(folder, _files())
 
-    The bytes are the same on every run. What is there already is kept, so an interrupted run is completed by the next
-    one. Raises UserError, before anything is written, where a file of the same name holds something else.
+
+def write_files(folder: Path, files: dict[str, bytes]) -> dict[str, int]:
+    """Write `files`, by path below `folder`, `train.jsonl` last; returns examples per JSONL file.
+
+    What is there already is kept, so an interrupted run is completed by the next one. Raises UserError, before
+    anything is written, where a file of the same name holds something else.
     """
-    files = _files()
     for name, content in files.items():
         path = folder / name
         if path.exists() and path.read_bytes() != content:

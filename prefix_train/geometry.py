@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from configs.modelpath import is_gguf, locate
 from configs.schema import ModelConfig
+from prefix_train import gguf_config
 
 Sizes = dict[str, Any]
 
@@ -257,7 +258,10 @@ def read_config(model: ModelConfig) -> dict[str, Any]:
             config["text_config"] = {"vocab_size": BUILT_VOCABULARY} | dict(config.get("text_config") or {})
             return config
         return {"vocab_size": BUILT_VOCABULARY} | config
-    path = Path(model.path) / "config.json"
+    place = locate(model.path)
+    if is_gguf(place):
+        return gguf_config.read_config(place)
+    path = place / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

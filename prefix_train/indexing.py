@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from configs.modelpath import from_pretrained_arguments, locate
 from configs.schema import Config, ModelConfig
 from prefix_train import lengths, tiny
 from prefix_train.data import load_examples
@@ -18,9 +19,10 @@ def renderer_of(model: ModelConfig) -> Renderer:
     if model.path is None:
         config = tiny.build_config(model.build)
         return Renderer(tiny.build_processor(config), config)
-    folder = Path(model.path)
-    processor = tiny.load_processor(folder)
-    return Renderer(processor, AutoConfig.from_pretrained(folder, local_files_only=True))
+    path = locate(model.path)
+    processor = tiny.load_processor(path)
+    folder, more = from_pretrained_arguments(path)
+    return Renderer(processor, AutoConfig.from_pretrained(folder, local_files_only=True, **more))
 
 
 def make_index(config: Config) -> LengthIndex:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from configs import runfolder
 from configs.errors import UserError
+from configs.modelpath import is_gguf, locate
 from configs.schema import Config, ModelConfig
 from prefix_train.budget import Shape
 from prefix_train.plan import RunPlan, plan_training
@@ -216,7 +217,10 @@ def _model_keys(model: ModelConfig, here: Path) -> tuple[str, str]:
     if model.path is None:
         builder = [file for pattern in BUILDER for file in sorted(here.glob(pattern))]
         return _sha256(json.dumps(model.build, sort_keys=True).encode()), _files_sha256(builder)
-    folder = Path(model.path)
+    folder = locate(model.path)
+    if is_gguf(folder):
+        whole = _file_sha256(folder)  # weights, tokenizer and template are one file
+        return whole, whole
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path: {folder} has no config.json; give a folder with a model in transformers' format")
     found = {file for pattern in PROCESSOR_FILES for file in folder.glob(pattern)}

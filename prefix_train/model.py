@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from configs.errors import UserError
+from configs.modelpath import from_pretrained_arguments, locate
 from configs.schema import Config, ModelConfig
-from prefix_train import adapters, anatomy, patch, precision, tiny, unit
+from prefix_train import adapters, anatomy, patch, precision, tiles, tiny, unit
 from prefix_train.embedding import embed
 from prefix_train.loss import target_losses
 
@@ -32,17 +33,18 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
     if config.path is None:
         model = tiny.build_model(config.build, config.seed, dtype)
         return model, tiny.build_processor(model.config)
-    folder = Path(config.path)
-    processor = tiny.load_processor(folder)
-    model_type = AutoConfig.from_pretrained(folder, local_files_only=True).model_type
+    path = locate(config.path)
+    processor = tiny.load_processor(path)
+    folder, more = from_pretrained_arguments(path)
+    model_type = AutoConfig.from_pretrained(folder, local_files_only=True, **more).model_type
     auto = AutoModelForCausalLM
     if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         auto = AutoModelForImageTextToText
     # What does not fit is reported as such, then `audit` refuses it.
     model, keys = auto.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **more
     )
-    audit(folder, keys)
+    audit(path, keys)
     return model.eval(), processor
 
 
@@ -87,6 +89,8 @@ def make_ready(adapted: nn.Module, config: Config) -> None:
     refuse_running_dropout(adapted)
     patch.install(adapted, config.model.attention, config.model.deltanet)
     unit.install(found, config.memory.recompute)
+    if config.memory.recompute and config.memory.tile_rows:
+        tiles.install(found, config.memory.tile_rows)
 
 
 def refuse_running_dropout(model: nn.Module) -> None:

@@ -265,7 +265,7 @@ def _check_positions(family: Family, given: dict[str, Any], total: int) -> None:
 
 def _refuse_autocast(device: torch.device) -> None:
     """Autocast takes the recurrence's float32 state to bfloat16, and in recomputation may find other dtypes."""
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         raise NotExact("autocast is on: it computes recurrent states in its own dtype; leave it and cast the weights")
 
 

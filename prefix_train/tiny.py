@@ -39,6 +39,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from configs.errors import UserError
+from configs.modelpath import from_pretrained_arguments, is_gguf
+from prefix_train import gguf_config
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -122,12 +124,15 @@ def build_processor(config: PreTrainedConfig | None = None) -> Any:
 
 
 def load_processor(folder: Path) -> Any:
-    """Processor of a model folder: a Qwen3VLProcessor where the model has a vision tower, else the tokenizer.
+    """Processor of a model folder or GGUF file: a Qwen3VLProcessor where there is a vision tower, else the tokenizer.
 
     Images go through transformers' PIL backend also where torchvision is installed, so that every machine computes the
     same pixels. Nothing is downloaded. Raises UserError where `folder` is no model folder, lacks a file or has a broken
     one, or where its processor is of a kind that is not supported.
     """
+    if is_gguf(folder):
+        gguf_config.read_config(folder)  # names a missing package, an unreadable file, an unknown architecture
+        return _load_tokenizer(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json, so no model folder; model.path names one in transformers' format")
     config = _loaded(AutoConfig, folder)
@@ -240,8 +245,9 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _loaded(auto: Any, folder: Path, **options: Any) -> Any:
+    where, more = from_pretrained_arguments(folder)
     try:
-        return auto.from_pretrained(folder, local_files_only=True, **options)
+        return auto.from_pretrained(where, local_files_only=True, **more, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: {auto.__name__} finds nothing that it can load: {error}") from error
 

@@ -20,7 +20,7 @@ from torch import nn
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, checkpoint, digits, dist, gradients, kernels, outcome, shard
+from prefix_train import anatomy, biopsies, checkpoint, digits, dist, gradients, kernels, offload, outcome, shard
 from prefix_train import model as models
 from prefix_train.feed import Feed, load_agreed
 from prefix_train.heartbeat import Heartbeat
@@ -243,8 +243,11 @@ def prepare_data(config: Config) -> None:
     if config.data.prepare == "none" or path.exists():
         return
     if path.name != digits.TRAIN:
-        raise UserError(f"data.train: {path}: with data.prepare=digits the file's name is {digits.TRAIN}")
-    digits.write_digits(path.parent)
+        raise UserError(
+            f"data.train: {path}: with data.prepare={config.data.prepare} the file's name is {digits.TRAIN}"
+        )
+    write = {"digits": digits.write_digits, "biopsies": biopsies.write_biopsies}[config.data.prepare]
+    write(path.parent)
 
 
 def make_optimizer(parameters: dict[str, nn.Parameter], config: Config) -> torch.optim.AdamW:

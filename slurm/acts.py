@@ -34,8 +34,8 @@ def before_training(config: Config, run: Path) -> list[Act]:
     """Everything up to the ranks, in order."""
     acts = []
     train = Path(config.data.train)
-    if config.data.prepare == "digits" and not train.exists():
-        acts.append(Act("data", command("prefix_train.cli", "data", "digits", str(train.parent))))
+    if config.data.prepare != "none" and not train.exists():
+        acts.append(Act("data", command("prefix_train.cli", "data", config.data.prepare, str(train.parent))))
     acts.append(Act("plan", command("prefix_train.cli", "plan", str(run))))
     if config.preflight.enabled:
         acts.append(Act("preflight", command("preflight", "run", str(run)), where="node", decides=False))

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from configs import compose, runfolder
+from configs import compose, modelpath, runfolder
 from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.errors import UserError
@@ -50,13 +50,14 @@ def resolve(config: Config, folder: Path) -> Config:
     data = dataclasses.replace(
         config.data, train=absolute(config.data.train) or "", heldout=absolute(config.data.heldout)
     )
-    model = dataclasses.replace(config.model, path=absolute(config.model.path))
+    path = config.model.path
+    model = dataclasses.replace(config.model, path=absolute(path if path is None else str(modelpath.locate(path))))
     needed = {"model.path": model.path}
     if data.prepare == "none":
         needed |= {"data.train": data.train, "data.heldout": data.heldout}
     for key, path in needed.items():
         if path is not None and not Path(path).exists():
-            raise UserError(f"{key}: {path} does not exist")
+            raise UserError(f"{key}: {path} does not exist; write {key}=PATH")
     run_root = absolute(config.run_root) or ""
     return dataclasses.replace(config, data=data, model=model, run_root=run_root)
 
