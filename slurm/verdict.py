@@ -1,176 +1,181 @@
-"""From two rounds of stack samples to one sentence: is the run stuck, and which rank blocks it, if that can be said.
+"""From evidence to one sentence: which rank, where, why, and how sure. Pure but for the files that it writes and reads.
 
-A rank that only waits for others is never named as the culprit; where nothing better can be said, that is said.
+`judge` looks at what the nodes have seen through the rules of `slurm.rules`. A rank that only waits is never named;
+where nothing better can be said, that is said, with what is missing.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from configs import runfolder
-from prefix_train.heartbeat import Beat
-from slurm import stacks
-from slurm.deadlines import Overdue
-from slurm.stacks import Frame, Stack
+from slurm import rules, views, wording
+from slurm.evidence import Alarm, Node
+from slurm.rules import Finding, Kind, Rule, Sure
+from slurm.views import Case
 
-COLLECTIVE_FILES = ("/torch/distributed/",)
-COLLECTIVE_NAMES = ("gloo::", "c10d::", "ProcessGroup")
-NEAR = 8
-"""Innermost Python frames among which a collective's are looked for."""
-
-
-class Look(NamedTuple):
-    """One rank in one round: its heartbeat and what could be seen of its process."""
-
-    beat: Beat
-    stack: Stack
+JSON, TEXT = "verdict.json", "verdict.txt"
+ORDER: tuple[Sure, ...] = ("low", "medium", "high")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What two rounds of samples say. `culprits` is empty where no rank can be named."""
+    """What is said of a run that stopped advancing, or ended.
+
+    kind: the class of what happened. ends: whether the run has to be ended for it. ranks: those at fault, never one
+    that only waits; empty where none can be named. nodes: hosts that the cause points to. where: `file:line`. since:
+    wall clock, seconds since 1970, none where it is not known. missing: what could not be had, and why. advice: what to
+    do next. lines: one for each rank.
+    """
 
     attempt: int
-    stuck: bool
-    culprits: tuple[int, ...]
+    kind: Kind
+    ends: bool
+    ranks: tuple[int, ...]
     sentence: str
-    ranks: tuple[str, ...]
+    nodes: tuple[str, ...] = ()
+    where: str = ""
+    since: float | None = None
+    confidence: Sure = "low"
+    missing: tuple[str, ...] = ()
+    advice: str = ""
+    lines: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """First line: the verdict. Then one line per rank."""
-        return "\n".join([self.sentence, *self.ranks]) + "\n"
+        """First line: the sentence. Then the advice, one line per rank, and what could not be had."""
+        advice = [f"next: {self.advice}"] if self.advice else []
+        missing = [f"not to be had: {reason}" for reason in self.missing]
+        return "\n".join([self.sentence, *advice, *self.lines, *missing]) + "\n"
 
 
-def judge(first: dict[int, Look], second: dict[int, Look], late: Overdue, attempt: int) -> Verdict:
-    """Compare the two rounds; `late` is what gave the alarm."""
-    lines = tuple(f"rank {rank}: {describe(look)}" for rank, look in sorted(second.items()))
-    moved = [rank for rank, look in sorted(second.items()) if rank not in first or not same_place(first[rank], look)]
-    if moved:
-        return Verdict(attempt, False, (), f"not stuck: rank {moved[0]} moves; {late.sentence}", lines)
-    for blames in (_stopped, _in_kernel, _holds_lock, _elsewhere):
-        if culprits := [rank for rank in sorted(second) if blames(first[rank], first) and blames(second[rank], second)]:
-            rank = culprits[0]
-            return Verdict(
-                attempt, True, tuple(culprits), f"rank {rank} {describe(second[rank])}; {late.sentence}", lines
-            )
-    rank, look = late.beat.rank, second.get(late.beat.rank)
-    seen = f"rank {rank} {describe(look)}" if look else f"rank {rank} could not be looked at"
-    return Verdict(attempt, True, (), f"no rank can be named: {seen}; {late.sentence}", lines)
+def judge(
+    nodes: Sequence[Node],
+    alarm: Alarm,
+    world: int,
+    hosts: Sequence[str],
+    table: Sequence[Rule] = rules.RULES,
+) -> Verdict:
+    """What the evidence says of a job of `world` ranks on `hosts`, its nodes in order, over which ranks lie evenly.
+
+    nodes: those that gave evidence; a node that did not counts as missing. table: the rules to ask, in order.
+    """
+    case = views.case(nodes, alarm, world, hosts)
+    found = rules.decide(case, table)
+    missing = tuple(_missing(case))
+    confidence = _confidence(case, found)
+    named = [case.view(rank) for rank in found.ranks]
+    return Verdict(
+        attempt=alarm.attempt,
+        kind=found.kind,
+        ends=found.ends,
+        ranks=found.ranks,
+        sentence=_sentence(case, found, confidence),
+        nodes=tuple(dict.fromkeys([*(view.host for view in named), *found.nodes])),
+        where=found.where,
+        since=_since(case),
+        confidence=confidence,
+        missing=missing,
+        advice=found.advice,
+        lines=wording.lines(case),
+    )
 
 
 def latest(run: Path, attempt: int) -> str | None:
-    """The sentence of this life's `stuck` verdict; None without one."""
-    found = _decisive(run, attempt)
-    return None if found is None else str(found["sentence"])
+    """The sentence of this life's verdict that the run has to be ended; None without one."""
+    found = decisive(run, attempt)
+    return None if found is None else found.sentence
 
 
 def culprits(run: Path, attempt: int) -> tuple[int, ...]:
-    """The ranks that this life's `stuck` verdict names."""
-    found = _decisive(run, attempt)
-    return () if found is None else tuple(map(int, found["culprits"]))
+    """The ranks that this verdict names."""
+    found = decisive(run, attempt)
+    return () if found is None else found.ranks
 
 
-def _decisive(run: Path, attempt: int) -> dict[str, Any] | None:
-    """The first `stuck` verdict of this life that names a rank, else its first; each node's watcher may give one."""
-    paths = sorted((run / runfolder.HANGS).glob("*/verdict.json"), key=lambda path: int(path.parent.name))
-    found = [document for document in map(runfolder.read_json, paths) if document["stuck"]]
-    found = [document for document in found if document["attempt"] == attempt]
-    return max(found, key=lambda document: bool(document["culprits"]), default=None)
+def decisive(run: Path, attempt: int) -> Verdict | None:
+    """Of this life's verdicts that the run has to be ended the first that names a rank, else the first."""
+    found = [one for one in map(load, folders(run)) if one is not None and one.ends and one.attempt == attempt]
+    return max(found, key=lambda one: bool(one.ranks), default=None)
+
+
+def folders(run: Path) -> list[Path]:
+    """hangs/<n>, oldest first."""
+    found = [path for path in (run / runfolder.HANGS).glob("*") if re.fullmatch(r"\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def load(folder: Path) -> Verdict | None:
+    """The verdict in hangs/<n>; None where there is none yet."""
+    path = folder / JSON
+    if not path.exists():
+        return None
+    document: dict[str, Any] = runfolder.read_json(path)
+    if "kind" not in document:  # of an earlier version of this suite
+        return Verdict(document["attempt"], "unknown", document["stuck"], tuple(document["culprits"]),
+                       document["sentence"])  # fmt: skip
+    return msgspec.convert(document, Verdict)
 
 
 def write(folder: Path, verdict: Verdict, run: Path) -> None:
     """Write verdict.txt and verdict.json into `folder`."""
-    runfolder.write_text(folder / "verdict.txt", verdict.text(), run=run)
-    runfolder.write_json(folder / "verdict.json", asdict(verdict), run=run)
+    runfolder.write_text(folder / TEXT, verdict.text(), run=run)
+    runfolder.write_json(folder / JSON, asdict(verdict), run=run)
 
 
-def same_place(before: Look, after: Look) -> bool:
-    """Whether a rank's heartbeat and its main thread's Python functions are the same in both rounds."""
-    standing = [(look.beat.phase, look.beat.update, look.beat.pack, look.beat.completed) for look in (before, after)]
-    return standing[0] == standing[1] and _functions(before.stack) == _functions(after.stack)
+def _sentence(case: Case, found: Finding, confidence: Sure) -> str:
+    """Who, where, why; who waits; what the GPUs do; how sure."""
+    parts = [found.clause]
+    others = [view for view in case.waiting if view.rank not in found.ranks]
+    if others and found.ends:
+        parts.append(wording.waiting(others))
+    sentence = "; ".join(part for part in parts if part) + "."
+    spinning = wording.spinning(case)
+    return " ".join(filter(None, (sentence, spinning, f"Confidence {confidence}: {_basis(case)}.")))
 
 
-def describe(look: Look) -> str:
-    """Where one rank is, as the end of a sentence that begins with its name."""
-    frame = blocking(look.stack)
-    where = f" in {frame}" if frame else ""
-    where += _own_code(look.stack, frame)
-    if not look.stack.state:
-        return "is gone"
-    if look.stack.stopped:
-        return f"is stopped{where}"
-    if look.stack.state == "D":
-        return f"waits in the kernel ({look.stack.wchan or 'unknown'}){where}"
-    if _lock_in_c(look.stack) is not None:
-        return f"holds the interpreter lock{where}"
-    if in_collective(look.stack):
-        return f"waits for other ranks{where}"
-    return f"is {stacks.STATES.get(look.stack.state, look.stack.state)}{where}" if where else "shows no frames"
+def _basis(case: Case) -> str:
+    answered = sum(view.answered for view in case.views)
+    basis = f"{answered} of {len(case.views)} ranks answered"
+    rounds = [len(view.stacks) for view in case.views if view.answered and not view.gone]
+    if rounds and min(rounds) > 1:
+        basis += ", two samples agree" if not any(view.alive for view in case.views) else ", two samples differ"
+    return basis
 
 
-def blocking(stack: Stack) -> Frame | None:
-    """The innermost Python frame of the thread that matters: the one in C with the lock, else the main thread."""
-    thread = _lock_in_c(stack) or stack.main
-    return next(iter(stacks.python_frames(thread)), None) if thread else None
+def _confidence(case: Case, found: Finding) -> Sure:
+    """As sure as the rule is, less where ranks that matter gave nothing."""
+    level = ORDER.index(found.sure)
+    if case.silent:
+        level = min(level, ORDER.index("medium"))
+    blind = [view for view in case.views if view.answered and not view.gone and not view.stacks]
+    if blind and found.kind not in ("rank_raised", "rank_died", "oom_killed"):
+        level = min(level, ORDER.index("medium"))
+    return ORDER[level]
 
 
-def in_collective(stack: Stack) -> bool:
-    """Whether the main thread waits for other ranks."""
-    if stack.main is None:
-        return False
-    near = stacks.python_frames(stack.main)[:NEAR]
-    return any(part in frame.file for frame in near for part in COLLECTIVE_FILES) or any(
-        part in frame.name for frame in stack.main.frames if frame.native for part in COLLECTIVE_NAMES
-    )
+def _missing(case: Case) -> list[str]:
+    """What could not be had, and why, without repetitions."""
+    found = [f"{node.host}: {reason}" for node in case.nodes for reason in node.missing]
+    for view in case.views:
+        if view.known is None:
+            found.append(f"rank {view.rank}: no evidence from its node {view.host}")
+            continue
+        reasons = [*view.known.missing, *(reason for stack in view.stacks for reason in stack.missing)]
+        found += [f"rank {view.rank}: {reason}" for reason in reasons]
+    return list(dict.fromkeys(found))
 
 
-def _said(run: Path, attempt: int) -> dict[str, Any] | None:
-    """The verdict `stuck` of this life: of several nodes' the one that names a rank, else the first."""
-    paths = sorted((run / runfolder.HANGS).glob("*/verdict.json"), key=lambda path: int(path.parent.name))
-    found = [document for document in map(runfolder.read_json, paths) if document["stuck"]]
-    found = [document for document in found if document["attempt"] == attempt]
-    return max(found, key=lambda document: bool(document["culprits"]), default=None)
-
-
-def _own_code(stack: Stack, frame: Frame | None) -> str:
-    """The nearest caller outside installed packages, where `frame` itself is in one."""
-    if frame is None or stack.main is None or not _installed(frame):
-        return ""
-    caller = next((outer for outer in stacks.python_frames(stack.main) if not _installed(outer)), None)
-    return f", called from {caller}" if caller else ""
-
-
-def _installed(frame: Frame) -> bool:
-    return "/site-packages/" in frame.file or "/lib/python" in frame.file or frame.file.startswith("<")
-
-
-def _functions(stack: Stack) -> tuple[tuple[str, str], ...]:
-    """Python functions of the main thread by file and bare name, which is all that every method tells."""
-    frames = stacks.python_frames(stack.main) if stack.main else ()
-    return tuple((frame.file, frame.name.rpartition(".")[2]) for frame in frames)
-
-
-def _lock_in_c(stack: Stack) -> stacks.Thread | None:
-    """The thread that has the interpreter lock while it is in C."""
-    holder = stack.lock_holder
-    return holder if holder and holder.frames and holder.frames[0].native else None
-
-
-def _stopped(look: Look, _: dict[int, Look]) -> bool:
-    return look.stack.stopped
-
-
-def _in_kernel(look: Look, _: dict[int, Look]) -> bool:
-    return look.stack.state == "D"
-
-
-def _holds_lock(look: Look, _: dict[int, Look]) -> bool:
-    return _lock_in_c(look.stack) is not None and not in_collective(look.stack)
-
-
-def _elsewhere(look: Look, others: dict[int, Look]) -> bool:
-    """Seen to be somewhere else than in the collective that another rank waits in."""
-    waiting = any(in_collective(other.stack) for other in others.values())
-    return waiting and look.stack.main is not None and not in_collective(look.stack)
+def _since(case: Case) -> float | None:
+    """When the first of those that wait began to wait; else when the alarm's rank came to where it is."""
+    begun = [view.wall(view.pending.started) for view in case.waiting if view.pending is not None]
+    if begun:
+        return min(begun)
+    if (first := next(iter(case.ended), None)) is not None and first.end is not None:
+        return first.end.time
+    return case.alarm.time - case.alarm.age if case.alarm.age else None

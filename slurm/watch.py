@@ -29,11 +29,11 @@ from configs.console import run as run_app
 from configs.schema import Config, WatchConfig
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat
-from slurm import deadlines, presence, stacks, verdict
+from slurm import deadlines, presence, sampled, stacks
 from slurm.deadlines import Overdue
 from slurm.finish import ENDED_WELL, HUNG
 from slurm.rank import stack_file
-from slurm.verdict import Look, Verdict
+from slurm.sampled import Look, Verdict
 
 GRACE_S = 5.0
 """Time for the other ranks to end by themselves, and to say why, after one has ended badly."""
@@ -145,7 +145,7 @@ class Watcher:
         if not silent or waited <= self.watch.load_s:
             return None
         sentence = f"rank {silent[0]} gave no heartbeat in {waited:.0f} s; its deadline was {self.watch.load_s:.0f} s"
-        verdict.write(self._new_folder(), Verdict(self.attempt, True, tuple(silent), sentence, ()), self.run)
+        sampled.write(self._new_folder(), Verdict(self.attempt, True, tuple(silent), sentence, ()), self.run)
         print(sentence, file=sys.stderr, flush=True)
         end_ranks(self._beats())
         return HUNG
@@ -156,12 +156,12 @@ class Watcher:
         first = self._look(running)
         time.sleep(self.watch.sample_gap_s)
         second = self._look({beat.rank: beat for beat in self._beats() if beat.rank in running})
-        found = verdict.judge(first, second, late, self.attempt)
+        found = sampled.judge(first, second, late, self.attempt)
         for rank in sorted(first.keys() | second.keys()):
             rounds = [(name, looks.get(rank)) for name, looks in (("first", first), ("second", second))]
             text = "\n".join(_render(name, look, self.watch.sample_gap_s) for name, look in rounds if look)
             runfolder.write_text(folder / f"rank{rank}.txt", text, run=self.run)
-        verdict.write(folder, found, self.run)
+        sampled.write(folder, found, self.run)
         print(f"{found.sentence}; see {folder}", file=sys.stderr, flush=True)
         if not found.stuck:
             self.patience *= 2
@@ -177,8 +177,8 @@ class Watcher:
             f"asked to save {self.save_within_s:.0f} s ago, rank {beat.rank} is still in phase {beat.phase} "
             f"of update {beat.update}"
         )
-        lines = tuple(f"rank {rank}: {verdict.describe(look)}" for rank, look in sorted(looks.items()))
-        verdict.write(self._new_folder(), Verdict(self.attempt, True, (), sentence, lines), self.run)
+        lines = tuple(f"rank {rank}: {sampled.describe(look)}" for rank, look in sorted(looks.items()))
+        sampled.write(self._new_folder(), Verdict(self.attempt, True, (), sentence, lines), self.run)
         print(sentence, file=sys.stderr, flush=True)
         end_ranks(running.values())
         return HUNG

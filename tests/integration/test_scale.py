@@ -96,7 +96,7 @@ def test_hang_on_one_of_512_nodes(run: Path, programs: Path, capfd: pytest.Captu
     for node in range(NODES):
         culprits = (2003,) if node == 250 else ()
         sentence = "rank 2003 is stopped" if culprits else "no rank can be named"
-        verdict.write(run / "hangs" / str(node + 1), verdict.Verdict(0, True, culprits, sentence, ()), run)
+        verdict.write(run / "hangs" / str(node + 1), verdict.Verdict(0, "missing_rank", True, culprits, sentence), run)
     before = resource.getrusage(resource.RUSAGE_SELF)
     assert finish.main(run, "143") == finish.HUNG
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -115,7 +115,7 @@ def test_node_is_not_left_out_where_the_partition_has_no_other(
 ) -> None:
     (programs / "sinfo").write_text((programs / "sinfo").read_text().replace("590", "512"))
     ended(run)
-    verdict.write(run / "hangs" / "1", verdict.Verdict(0, True, (8,), "rank 8 is stopped", ()), run)
+    verdict.write(run / "hangs" / "1", verdict.Verdict(0, "missing_rank", True, (8,), "rank 8 is stopped"), run)
     finish.main(run, "143")
     assert "node002 cannot be left out: too few other nodes are up" in capfd.readouterr().err
     assert (programs / "asked").read_text().splitlines()[-1] == "requeue 4711"

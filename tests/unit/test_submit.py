@@ -17,8 +17,9 @@ import pytest
 
 from configs import compose, runfolder
 from configs.errors import UserError
+from configs.nodefolder import private_folder
 from configs.schema import Config
-from prefix_train import heartbeat, lengths
+from prefix_train import budget, heartbeat, lengths
 from slurm import acts, finish, freeze, job, life, planned, rank, sbatch, submit, verdict
 from tests.standins import make_clone
 
@@ -175,11 +176,15 @@ def test_outer_jobs_variables_do_not_leak() -> None:
             "SUBMITIT_EXECUTOR": "slurm",
             "PMI_RANK": "0",
             "PMIX_NAMESPACE": "x",
+            "RANK": "3",
+            "MASTER_ADDR": "elsewhere",
+            "TORCHELASTIC_RUN_ID": "x",
+            "RANKS": "mine",
             "PATH": "/bin",
             "SLURM_CONF": "/etc/s",
         },
     }
-    assert sbatch.without_leaks(outer) == {"PATH": "/bin", "SLURM_CONF": "/etc/s"}
+    assert sbatch.without_leaks(outer) == {"RANKS": "mine", "PATH": "/bin", "SLURM_CONF": "/etc/s"}
 
 
 def test_submitting_without_slurm_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +216,11 @@ def test_r45_fails_without_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # The plan
 
 
-def with_index(tmp_path: Path, count: int) -> Config:
+def with_index(tmp_path: Path, count: int, *overrides: str) -> Config:
     """A configuration whose data has a length index: a shared beginning of 50 tokens, then 2 for each example."""
     (tmp_path / "train.jsonl").write_text("{}\n" * count)
     config = composed(
-        tmp_path, f"data.train={tmp_path}/train.jsonl", f"run_root={tmp_path}/runs", "pack.max_positions=96"
+        tmp_path, f"data.train={tmp_path}/train.jsonl", f"run_root={tmp_path}/runs", "pack.max_positions=96", *overrides
     )
     rows = [
         SimpleNamespace(source=f"train.jsonl:{i}", keys=np.r_[np.ones(50, int), -i, i], target=np.arange(52) > 50)
@@ -226,26 +231,42 @@ def with_index(tmp_path: Path, count: int) -> Config:
 
 
 def test_plan_is_told_from_the_length_index(tmp_path: Path) -> None:
-    found = planned.sketch(with_index(tmp_path, 64))["known"]
+    config = with_index(tmp_path, 64, "memory.offload=auto")
+    found = planned.sketch(config)["known"]
     assert (found["examples"], found["logical_tokens"], found["updates_in_run"]) == (64, 64 * 52, 3)
     assert found["positions"] == found["packs"] * 50 + 128
-    assert "3 updates, 1 per epoch; 64 examples in" in planned.line({"known": found})
+    plan, memory = planned.lines(config, {"known": found})
+    assert plan.startswith("plan    3 updates, 1 per epoch; 64 examples in")
+    expected = budget.predict(config, lengths.largest_pack(config, lengths.load(config)))
+    sizes = {"gpu_bytes": expected.total("gpu"), "host_bytes_per_node": expected.total("host")}
+    assert found["memory"] == {"positions": expected.shape.positions, **sizes}
+    assert sizes["host_bytes_per_node"] > 0
+    gpu, host = (size / budget.GIB for size in sizes.values())
+    assert memory == (
+        f"memory  {gpu:.1f} GiB on each GPU, {host:.1f} GiB pinned on each node, predicted for the largest pack "
+        f"({expected.shape.positions} positions)"
+    )
 
 
 def test_plan_of_much_data_is_only_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "MOST_EXAMPLES", 63)
-    found = planned.sketch(with_index(tmp_path, 64))
+    config = with_index(tmp_path, 64)
+    found = planned.sketch(config)
     assert found == {"known": {"examples": 64, "logical_tokens": 64 * 52, "least_positions": 50 + 128}}
-    assert "64 examples of 3,328 tokens, 178 positions at best" in planned.line(found)
+    plan, memory = planned.lines(config, found)
+    assert plan == "plan    64 examples of 3,328 tokens, 178 positions at best"
+    assert "prefix-train budget CONFIG" in memory
 
 
 def test_without_a_fitting_index_it_is_said_why(tmp_path: Path) -> None:
     found = planned.sketch(composed(tmp_path, f"run_root={tmp_path}"))
     assert "there is no length index yet" in found["unknown"]
-    assert planned.line(found) == "made by the job"
+    plan, memory = planned.lines(Config(), found)
+    assert plan == f"plan    {planned.NO_INDEX}"
+    assert memory == "memory  not known without a plan"
     config = with_index(tmp_path, 8)
     Path(config.data.train).write_text("changed")
-    assert "was made for something else: data" in planned.line(planned.sketch(config))
+    assert "was made for something else: data" in planned.lines(config, planned.sketch(config))[0]
 
 
 # Acts
@@ -254,12 +275,46 @@ def test_without_a_fitting_index_it_is_said_why(tmp_path: Path) -> None:
 def test_acts_in_order(tmp_path: Path) -> None:
     config = composed(tmp_path, f"data.train={tmp_path}/new/train.jsonl", "data.prepare=digits")
     found = acts.before_training(config, Path("/r"))
-    assert [act.name for act in found] == ["data", "plan", "preflight", "gate"]
+    assert [act.name for act in found] == ["data", "plan", "preflight", "gate", "collectives", "gate"]
     assert found[0].argv[1:] == ("-m", "prefix_train.cli", "data", "digits", str(tmp_path / "new"))
-    assert [act.decides for act in found] == [True, True, False, True]
+    assert [act.decides for act in found] == [True, True, False, True, False, True]
+    assert [act.where for act in found] == ["once", "once", "node", "once", "rank", "once"]
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "train.jsonl").write_text("")
-    assert [act.name for act in acts.before_training(config, Path("/r"))] == ["plan", "preflight", "gate"]
+    assert [act.name for act in acts.before_training(config, Path("/r"))][:3] == ["plan", "preflight", "gate"]
+
+
+def test_ranks_meet_between_two_judgements_and_only_where_there_are_several(tmp_path: Path) -> None:
+    """On Slurm each rank is a task of the step; on one machine the act starts them."""
+    two = ("slurm.nodes=1", "slurm.tasks_per_node=2", "slurm.gpus_per_node=0")
+    for cluster, words in (("slurm", ()), ("local", ("--spawn", "2"))):
+        found = acts.before_training(composed(tmp_path, *two, f"cluster={cluster}"), Path("/r"))[-3:]
+        assert [act.argv[2:] for act in found] == [
+            ("preflight", "judge", "/r", "--quiet"),
+            ("preflight", "collectives", "/r", *words),
+            ("preflight", "judge", "/r", "--ranks", "2"),
+        ]
+    for alone in (("cluster=debug",), ("preflight.collectives=false",), ("slurm.tasks_per_node=1",)):
+        found = acts.before_training(composed(tmp_path, *two, *alone), Path("/r"))
+        assert [(act.name, act.argv[3:]) for act in found[-2:]] == [
+            ("preflight", ("run", "/r")),
+            ("gate", ("judge", "/r")),
+        ]
+
+
+def test_a_step_may_take_as_long_as_its_checks(tmp_path: Path) -> None:
+    options = ("preflight.deadline_s=10", "preflight.prove_deadline_s=100", "preflight.start_s=5")
+    limits = ("preflight.collective_deadline_s=20", "preflight.prove_pins=true")
+    for gpus, seconds in ((8, ["115", "25"]), (0, ["15", "25"])):
+        text = sbatch.script(composed(tmp_path, *options, *limits, f"slurm.gpus_per_node={gpus}"), Path("/runs/x"))
+        assert re.findall(r"^timeout --kill-after=10 (\d+) srun", text, re.MULTILINE) == seconds
+
+
+@pytest.mark.parametrize("given", ["cyclic", "plane=4", "arbitrary"])
+def test_ranks_that_are_not_dealt_node_by_node_are_refused(tmp_path: Path, given: str) -> None:
+    with pytest.raises(UserError, match=r"slurm.extra.distribution=.*: begin with block"):
+        composed(tmp_path, f"slurm.extra.distribution={given}")
+    assert composed(tmp_path, "slurm.extra.distribution=block:block").slurm.extra["distribution"] == "block:block"
 
 
 # Frozen code
@@ -318,11 +373,11 @@ def test_rank_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_kernel_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    folder = job.cache_folder()
+    folder = private_folder()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(PermissionError, match="others could plant kernels"):
-        job.cache_folder()
+        private_folder()
 
 
 def test_each_life_of_a_slurm_job_meets_at_its_own_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,10 +502,10 @@ def test_interrupted_run_says_where_it_is_and_a_failure_stays_one(run: Path) -> 
 def test_hang_has_its_own_status(run: Path) -> None:
     end(run, 0, signal=9)
     for number, stuck in (("9", False), ("10", True)):
-        found = verdict.Verdict(0, stuck, (1,), f"rank 1 is stopped {number}", ())
+        found = verdict.Verdict(0, "missing_rank", stuck, (1,), f"rank 1 is stopped {number}")
         verdict.write(run / "hangs" / number, found, run)
     assert finish.conclude(run, 137)[:2] == (79, "stuck: rank 1 is stopped 10")
-    verdict.write(run / "hangs" / "11", verdict.Verdict(0, True, (), "no rank can be named", ()), run)
+    verdict.write(run / "hangs" / "11", verdict.Verdict(0, "unknown", True, (), "no rank can be named"), run)
     assert finish.conclude(run, 137)[:2] == (79, "stuck: rank 1 is stopped 10")
     assert verdict.latest(run, 1) is None
 

@@ -1,0 +1,590 @@
+"""The rules of a verdict, in order: the first one that finds something has the word. Pure.
+
+A rule looks at the case and says what it is, or nothing. None of them names a rank that only waits. What ended comes
+first, then what is slow and not stuck, then what is stuck, from the surest sign to the mere absence of one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from slurm import causes, divergence, frames, memory, wording
+from slurm.evidence import Collective
+from slurm.stacks import Thread
+from slurm.views import Case, View
+
+Kind = Literal[
+    "missing_rank",
+    "extra_collective",
+    "size_mismatch",
+    "kind_mismatch",
+    "rank_died",
+    "rank_raised",
+    "oom_killed",
+    "gil_held",
+    "io_blocked",
+    "data_starved",
+    "save_stalled",
+    "autotuning",
+    "compiling",
+    "straggler",
+    "network",
+    "slow_alive",
+    "unknown",
+]
+
+EXCUSED = 4.0
+"""A rank that moves without getting anywhere is left alone up to this many times its deadline."""
+MISMATCH = re.compile(r"mismatch|preamble|op\.nbytes|differ", re.IGNORECASE)
+"""What gloo, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL, say of collectives that do not fit."""
+OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_]kill|oom_reaper", re.IGNORECASE)
+KILLED_PID = re.compile(r"(?:[Kk]illed process|pid=|task=\S+,pid=)\s*(\d+)")
+XID = re.compile(r"\bXid\b.*?: *(\d+)", re.IGNORECASE)
+LINK = re.compile(r"\bXid\b.*: 74,|link (is )?down|mlx5|ib\d: |nvlink|NIC|network unreachable", re.IGNORECASE)
+DATA_FILES = re.compile(r"/prefix_train/(feed|data|images|collate|render|tokens)\.py$|/PIL/")
+SAVE_FILES = re.compile(r"/prefix_train/(checkpoint|export|tensors)\.py$")
+BLOCKED_IN = re.compile(r"nfs|fuse|rpc_wait|lustre|ceph|gpfs|folio_wait|wait_on_page|io_schedule|jbd2|request_wait")
+"""Kernel functions in which a process waits for a file system."""
+ENDED_WELL = (0, 3)
+STALLED_BEFORE = 0.5
+"""An update that took this share of the present age, and finished, is precedent for a slow update."""
+WAITS_LITTLE, WAITS_MUCH = 0.2, 0.3
+"""A straggler waits for others less than this share of what they wait; they wait at least that share of the time."""
+ENOUGH = 10
+"""Finished collectives below which nothing is said of who is late."""
+
+Sure = Literal["high", "medium", "low"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule says. clause: begins the sentence. ends: whether the run has to be ended.
+
+    sure: at most so; missing evidence can only lower it. nodes: where the ranks alone do not tell them.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    clause: str
+    where: str = ""
+    ends: bool = True
+    sure: Sure = "high"
+    advice: str = ""
+    nodes: tuple[str, ...] = ()
+
+
+Rule = Callable[[Case], Finding | None]
+
+
+def broken_collective(case: Case) -> Finding | None:
+    """Collectives that did not fit end a rank under gloo, not always the one at fault."""
+    first = next(iter(case.ended), None)
+    if first is None or first.end is None or case.divergence is None:
+        return None
+    odd_end = first.end.signal == "SIGABRT" or bool(MISMATCH.search(first.end.message or ""))
+    return _diverged(case) if odd_end or _lost(first) else None
+
+
+def oom_killed(case: Case) -> Finding | None:
+    """The kernel ended a process for lack of memory."""
+    for view in case.views:
+        end = view.end
+        killed = end is not None and end.signal == "SIGKILL"
+        if not killed and not (view.gone and end is None):
+            continue
+        told = (end.message or "") if end is not None else ""
+        said = told if told.startswith(memory.SAID) else None
+        line = said or next((line for _, line in case.kernel_log if _names(line, view)), None)
+        if line:
+            clause = f"{wording.name([view])} was killed because memory ran out ({line.strip()})"
+            advice = "give the job more memory (slurm.mem), or lower pack.max_positions"
+            return Finding("oom_killed", (view.rank,), clause, view.where, advice=advice)
+    return None
+
+
+def raised(case: Case) -> Finding | None:
+    """A rank's own traceback is the cause; what the others say of lost connections is not."""
+    own = [view for view in case.ended if view.end and view.end.exception and not _lost(view)]
+    if not own:
+        return None
+    first = own[0]
+    assert first.end is not None
+    same = [view for view in own if view.end and (view.end.exception, view.end.message) == _what(first)]
+    advice = f"read the traceback in logs/rank{first.rank}.log"
+    if len(same) > 1 and len(same) == len(case.views):
+        clause = f"all {len(same)} ranks agreed to stop: each {wording.ended(first)}"
+        return Finding("rank_raised", (), clause, first.where, advice=advice)
+    return Finding(
+        "rank_raised", (first.rank,), f"{wording.name([first])} {wording.ended(first)}", first.where, advice=advice
+    )
+
+
+def died(case: Case) -> Finding | None:
+    """A rank's process is gone, by a signal or without a word; of several the first."""
+    for view in case.ended:
+        end = view.end
+        assert end is not None
+        if end.signal not in (None, "SIGTERM", "SIGUSR2") or (end.signal is None and _bad_status(view)):
+            clause = f"{wording.name([view])} {wording.ended(view)}"
+            return Finding("rank_died", (view.rank,), clause + _xid(case, [view]), view.where, advice=_look_at(view))
+    gone = [view for view in case.views if view.gone and view.end is None]
+    if gone:
+        clause = f"{wording.name(gone)} {'is' if len(gone) == 1 else 'are'} gone without a word"
+        ranks = tuple(view.rank for view in gone)
+        return Finding("rank_died", ranks, clause + _xid(case, gone), advice=_look_at(gone[0]))
+    return None
+
+
+def fell_silent(case: Case) -> Finding | None:
+    """Others lost their connections, and ranks that gave nothing are the only ones that can be at the other end."""
+    lost = [view for view in case.ended if _lost(view)]
+    silent = [view for view in case.silent if view.known is None or not view.beats]
+    if not lost or not silent or case.elsewhere:
+        return None
+    clause = f"{wording.name(silent)} fell silent: {len(lost)} others lost their connections"
+    return Finding("rank_died", tuple(view.rank for view in silent), clause, sure="medium", advice=_look_at(silent[0]))
+
+
+def lost_connections(case: Case) -> Finding | None:
+    """Every rank is there or has reported, and all they report is lost connections."""
+    lost = [view for view in case.ended if _lost(view)]
+    if not lost or case.silent:
+        return None
+    clause = f"{wording.name(lost)} lost connections, and no rank had failed before: {_message(lost[0])}"
+    nodes = tuple(dict.fromkeys(node.host for node, line in case.kernel_log if LINK.search(line)))
+    advice = "python -m preflight pairs measures the connections between the nodes"
+    return Finding("network", (), clause, lost[0].where, sure="medium", nodes=nodes, advice=advice)
+
+
+def left(case: Case) -> Finding | None:
+    """A rank ended well while others still wait for it."""
+    gone = [view for view in case.ended if view.end and view.end.status in ENDED_WELL]
+    if not gone or not case.waiting:
+        return None
+    first = gone[0]
+    clause = f"{wording.name(gone)} ended with status {first.end.status if first.end else 0} and left the others behind"
+    return Finding("missing_rank", tuple(view.rank for view in gone), clause, advice=_look_at(first))
+
+
+def tears_down(case: Case) -> Finding | None:
+    """A rank has left training and waits in the teardown: its exception is not on record yet."""
+    leaving = [view for view in case.views if not view.gone and view.stack and frames.leaves(view.stack)]
+    if not leaving or not case.waiting:
+        return None
+    clause = f"{wording.name(leaving)} left training in {wording.standing(leaving[0])} and tears its connections down"
+    advice = f"its exception is printed last: see logs/rank{leaving[0].rank}.log"
+    return Finding("rank_raised", tuple(view.rank for view in leaving), clause, leaving[0].where, sure="medium",
+                   advice=advice)  # fmt: skip
+
+
+def tunes(case: Case) -> Finding | None:
+    """Kernels are being searched: long, and not a hang."""
+    return _builds(case, "autotuning", frames.AUTOTUNING)
+
+
+def compiles(case: Case) -> Finding | None:
+    """Kernels are being compiled: long, and not a hang."""
+    return _builds(case, "compiling", frames.COMPILING)
+
+
+def skips_module(case: Case) -> Finding | None:
+    """Updates stall and go on, and some ranks do not call what others call: slow, not dead."""
+    if not (case.advanced or _stalled_before(case)):
+        return None
+    found = _skipped(case)
+    if found is None:
+        return None
+    clause = f"slow, not dead: {found.clause}"
+    return Finding("slow_alive", found.ranks, clause, found.where, ends=False, advice=found.advice)
+
+
+def straggles(case: Case) -> Finding | None:
+    """The run goes on, and one rank is the one that the others wait for, collective after collective."""
+    if not case.advanced:
+        return None
+    shares = {view.rank: share for view in case.views if (share := _waiting_share(view)) is not None}
+    if len(shares) < 2 or len(shares) < len(case.views):
+        return None
+    slow = min(shares, key=lambda rank: shares[rank])
+    others = median(share for rank, share in shares.items() if rank != slow)
+    if others < WAITS_MUCH or shares[slow] > WAITS_LITTLE * others:
+        return None
+    view = case.view(slow)
+    clause = f"{wording.name([view])} is slow: the others wait for it {others:.0%} of the time{_clock(view)}"
+    advice = f"compare node {view.host} with the others: python -m preflight show RUN"
+    return Finding("straggler", (slow,), clause, view.where, ends=_unexcused(case), sure="medium", advice=advice)
+
+
+def goes_on(case: Case) -> Finding | None:
+    """Between the two rounds the run itself advanced."""
+    if not case.advanced and not _stalled_before(case):
+        return None
+    moved = next((view for view in case.views if view.advanced), case.views[0])
+    clause = f"not a hang: {wording.name([moved])} goes on ({wording.standing(moved)})"
+    return Finding("slow_alive", (), clause, ends=False)
+
+
+def moves(case: Case) -> Finding | None:
+    """The rank that the others wait for is somewhere else, but it moves, reads or writes."""
+    moving = [view for view in case.elsewhere if view.wandered or view.moves_bytes]
+    if not moving or _unexcused(case):
+        return None
+    view = moving[0]
+    starved = _in_files(view, DATA_FILES) is not None
+    clause = f"not a hang yet: {wording.name([view])} moves{wording.inside(view)} ({wording.standing(view)})"
+    return Finding("data_starved" if starved else "slow_alive", (), clause, view.where, ends=False, sure="medium")
+
+
+def stopped(case: Case) -> Finding | None:
+    """A signal or a debugger has stopped a rank."""
+    found = [view for view in case.views if view.stopped]
+    if not found:
+        return None
+    clause = f"{wording.name(found)} is stopped by a signal or a debugger{wording.inside(found[0])}"
+    advice = f"kill -CONT {found[0].beat.pid if found[0].beat else 'PID'} on {found[0].host} lets it go on"
+    return Finding("missing_rank", tuple(view.rank for view in found), clause, found[0].where, advice=advice)
+
+
+def diverged(case: Case) -> Finding | None:
+    """The ranks' collectives differ: the first difference is the cause, whatever came of it."""
+    return _diverged(case)
+
+
+def stalls_in_save(case: Case) -> Finding | None:
+    """A rank does not get a checkpoint written, and the others wait in the same checkpoint."""
+    saving = [view for view in case.elsewhere if _in_save(view)]
+    together = [view for view in case.waiting if view.beat and view.beat.phase == "save"]
+    if not saving or len(together) < len(case.waiting):
+        return None
+    view = saving[0]
+    clause = f"{wording.name(saving)} does not get on with saving{wording.inside(view)}{_files(view)}"
+    advice = "see whether the file system of the run folder answers: df, and touch a file there"
+    return Finding("save_stalled", tuple(one.rank for one in saving), clause, view.where, advice=advice)
+
+
+def blocked_in_io(case: Case) -> Finding | None:
+    """A rank waits in the kernel for a file system."""
+    found = [view for view in case.elsewhere if _blocked(view)]
+    if not found:
+        return None
+    view = found[0]
+    wchan = view.process.wchan if view.process else ""
+    clause = f"{wording.name(found)} waits in the kernel ({wchan or 'state D'}){wording.inside(view)}{_files(view)}"
+    advice = f"on {view.host}: see whether that file system answers, and dmesg"
+    return Finding("io_blocked", tuple(one.rank for one in found), clause, view.where, advice=advice)
+
+
+def holds_lock(case: Case) -> Finding | None:
+    """A thread has the interpreter lock and does not come back from C."""
+    found = [view for view in case.elsewhere if view.stacks and all(frames.lock_in_c(one) for one in view.stacks)]
+    found = [view for view in found if len(view.stacks) > 1]
+    if not found:
+        return None
+    view = found[0]
+    assert view.stack is not None
+    thread = frames.lock_in_c(view.stack)
+    assert thread is not None
+    own = view.frame_of(thread)
+    place = f" called in {own.name} ({wording.short(frames.place(own))})" if own else ""
+    who = "its main thread" if thread.main else f"its thread {thread.name}"
+    clause = f"{wording.name(found)}: {who} holds the interpreter lock in {thread.frames[0].name}{place}"
+    where = frames.place(own) if own else ""
+    return Finding("gil_held", tuple(one.rank for one in found), clause, where,
+                   advice="a library that waits in C must release the lock")  # fmt: skip
+
+
+def starves(case: Case) -> Finding | None:
+    """A rank waits for its data."""
+    found = [(view, thread) for view in case.elsewhere if (thread := _in_files(view, DATA_FILES)) is not None]
+    if not found:
+        return None
+    view, thread = found[0]
+    own = view.frame_of(thread)
+    place = f" in {own.name} ({wording.short(frames.place(own))})" if own else ""
+    clause = f"{wording.name([one for one, _ in found])} waits for data{place}{_files(view)}"
+    where = frames.place(own) if own else view.where
+    advice = "see whether data.train and its images can be read on that node"
+    return Finding("data_starved", tuple(one.rank for one, _ in found), clause, where, advice=advice)
+
+
+def is_missing(case: Case) -> Finding | None:
+    """A rank is somewhere else than in the collective that the others wait in."""
+    if not case.elsewhere or not case.waiting:
+        return None
+    found = _furthest_behind(case)
+    view = found[0]
+    does = "runs" if view.busy else "is"
+    clause = f"{wording.name(found)} {does}{wording.inside(view)} ({wording.standing(view)}{_behind(case, view)})"
+    advice = f"on {view.host}: py-spy dump --native --pid {view.beat.pid if view.beat else 'PID'}"
+    sure: Sure = "high" if len(found) == 1 else "medium"
+    ranks = tuple(one.rank for one in found)
+    return Finding("missing_rank", ranks, clause + _xid(case, found), view.where, sure=sure, advice=advice)
+
+
+def unfinished(case: Case) -> Finding | None:
+    """Every rank is in the same collective, and it does not finish."""
+    if len(case.waiting) < len(case.views) or len(case.views) < 2:
+        return None
+    hints = [(node.host, line) for node, line in case.kernel_log if LINK.search(line)]
+    hosts = {view.host for view in case.views}
+    if not hints and len(hosts) < 2:
+        return None
+    nodes = tuple(dict.fromkeys(host for host, _ in hints))
+    said = f"; {hints[0][0]} says: {hints[0][1].strip()}" if hints else ""
+    advice = "python -m preflight pairs measures the connections between the nodes"
+    clause = (
+        f"all ranks are in the same collective and it does not finish: the network between {len(hosts)} nodes{said}"
+    )
+    return Finding("network", (), clause, sure="medium" if hints else "low", nodes=nodes, advice=advice)
+
+
+def unanswered(case: Case) -> Finding | None:
+    """Those that could be looked at wait; those that could not are the only ones left."""
+    if not case.silent:
+        return None
+    clause = f"cannot tell: {wording.name(case.silent)} gave nothing"
+    return Finding("unknown", (), clause, sure="low", advice=f"look at node {case.silent[0].host} by hand")
+
+
+def nothing_fits(case: Case) -> Finding | None:
+    """None of the rules above."""
+    where = f"{len(case.waiting)} of {len(case.views)} ranks wait" if case.waiting else "no rank waits for another"
+    xid = next((f"; {node.host} says: {line.strip()}" for node, line in case.kernel_log if XID.search(line)), "")
+    return Finding("unknown", (), f"cannot tell: {where}, and nothing says why{xid}", sure="low",
+                   advice="python -m slurm.diagnose RUN --archive FILE packs the evidence for a colleague")  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (
+    broken_collective,
+    oom_killed,
+    raised,
+    died,
+    fell_silent,
+    lost_connections,
+    left,
+    tears_down,
+    tunes,
+    compiles,
+    skips_module,
+    straggles,
+    goes_on,
+    moves,
+    stopped,
+    diverged,
+    stalls_in_save,
+    blocked_in_io,
+    holds_lock,
+    starves,
+    is_missing,
+    unfinished,
+    unanswered,
+    nothing_fits,
+)
+"""The last one always has something to say."""
+
+
+def decide(case: Case, rules: Sequence[Rule] = RULES) -> Finding:
+    """What the first rule says that has something to say."""
+    return next(finding for rule in rules if (finding := rule(case)) is not None)
+
+
+KINDS: dict[divergence.Way, Kind] = {
+    "missing": "missing_rank",
+    "extra": "extra_collective",
+    "kind": "kind_mismatch",
+    "size": "size_mismatch",
+    "dtype": "size_mismatch",
+}
+
+
+def _diverged(case: Case) -> Finding | None:
+    found = case.divergence
+    if found is None:
+        return None
+    theirs, others = found.theirs, found.others
+    odd = [case.view(rank) for rank in found.odd]
+    if not odd:
+        parties = " and ".join(f"{wording.numbers(party)}" for party in found.parties)
+        clause = (
+            f"ranks {parties} differ at collective {found.number}: {wording.call(theirs)}{_sizes(theirs, others)} "
+            f"against {wording.call(others)}; which of them is wrong cannot be told"
+        )
+        return Finding(KINDS[found.way], (), clause, theirs.where, sure="medium")
+    place = f"{theirs.phase} of update {theirs.update}"
+    if found.way == "missing":
+        after = f" after {others.pack} packs" if others.pack >= 0 else ""
+        did = (
+            f"left {others.phase} of update {others.update}{after} and went on to {wording.call(theirs)} in {place}, "
+            f"while the others were at {wording.call(others)}"
+        )
+    elif found.way == "extra":
+        did = f"called one more collective, {wording.call(theirs)} in {place}; the others called {wording.call(others)}"
+    elif found.way == "kind":
+        did = f"called {wording.call(theirs)} in {place} where the others called {wording.call(others)}"
+    else:
+        did = f"called {wording.call(theirs)} in {place} with{_sizes(theirs, others)}"
+    advice = f"compare what rank {odd[0].rank} does at {wording.short(theirs.where)} with the others"
+    return Finding(KINDS[found.way], found.odd, f"{wording.name(odd)} {did}", theirs.where, advice=advice)
+
+
+def _sizes(theirs: Collective, others: Collective) -> str:
+    def text(one: Collective) -> str:
+        return f"{one.dtype} {', '.join('x'.join(map(str, size)) or '1' for size in one.sizes)}"
+
+    if theirs.kind != others.kind:
+        return ""
+    return f" {text(theirs)} against {text(others)}" if text(theirs) != text(others) else ""
+
+
+def _builds(case: Case, kind: Kind, files: re.Pattern[str]) -> Finding | None:
+    for view in case.elsewhere:
+        inside = view.stack is not None and frames.thread_in(view.stack, files) is not None
+        compilers = view.known is not None and any(
+            frames.COMPILERS.match(child.name) for seen in view.known.rounds for child in seen.children
+        )
+        if (inside or (compilers and kind == "compiling")) and (view.busy or view.wandered):
+            clause = f"not a hang: {kind}: {wording.name([view])}{wording.inside(view)} ({wording.standing(view)})"
+            return Finding(kind, (), clause, view.where, ends=False, advice="pin the kernels: prefix-train tune CONFIG")
+    return None
+
+
+def _skipped(case: Case) -> Finding | None:
+    """Ranks whose ring has no call from a place that the other ranks call from again and again."""
+    rings = {view.rank: view.ring for view in case.views if len(view.ring) >= ENOUGH}
+    if len(rings) < 2:
+        return None
+    counts = {rank: _by_place(ring) for rank, ring in rings.items()}
+    places = sorted({place for count in counts.values() for place in count})
+    for place in places:
+        callers = [rank for rank, count in counts.items() if count.get(place, 0) >= 2]
+        skippers = [rank for rank, count in counts.items() if place not in count]
+        if callers and skippers and len(callers) + len(skippers) == len(counts):
+            views = [case.view(rank) for rank in skippers]
+            clause = f"{wording.name(views)} skip{'s' * (len(views) == 1)} {wording.short(place)}, which "
+            clause += f"rank{'s' * (len(callers) > 1)} {wording.numbers(callers)} call"
+            clause += "s" * (len(callers) == 1)
+            advice = f"every rank has to call {wording.short(place)}, with or without work for it"
+            return Finding("slow_alive", tuple(skippers), clause, place, advice=advice)
+    return None
+
+
+def _by_place(ring: divergence.Ring) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for one in ring:
+        counts[one.where] = counts.get(one.where, 0) + 1
+    return counts
+
+
+def _stalled_before(case: Case) -> bool:
+    """Whether finished updates have taken as long as this one has by now."""
+    age, shown = case.alarm.age, [view.beat.durations for view in case.views if view.beat and view.beat.durations]
+    return age > 0 and bool(shown) and max(map(max, shown)) >= STALLED_BEFORE * age and age <= case.alarm.limit
+
+
+def _waiting_share(view: View) -> float | None:
+    """Part of the time that its ring covers in which the rank was in collectives."""
+    done = [one for one in view.ring if one.ended is not None]
+    if len(done) < ENOUGH:
+        return None
+    span = max(one.ended or 0.0 for one in done) - min(one.started for one in done)
+    return sum((one.ended or 0.0) - one.started for one in done) / max(span, 1e-9)
+
+
+def _clock(view: View) -> str:
+    """That its GPU runs slower than it did, where the readings say so."""
+    now, before = view.gpu, view.gpu_computing
+    if now is None or before is None or not now.sm_clock_mhz or not before.sm_clock_mhz:
+        return ""
+    if now.sm_clock_mhz > 0.8 * before.sm_clock_mhz:
+        return ""
+    return f"; its GPU runs at {now.sm_clock_mhz:.0f} MHz against {before.sm_clock_mhz:.0f} MHz before"
+
+
+def _unexcused(case: Case) -> bool:
+    return case.alarm.limit > 0 and case.alarm.age > EXCUSED * case.alarm.limit
+
+
+def _furthest_behind(case: Case) -> list[View]:
+    """Of the ranks that are elsewhere those with the fewest collectives behind them."""
+    groups = {one.group for view in case.waiting for one in [view.pending] if one is not None}
+    rings = {view.rank: view.ring for view in case.elsewhere if view.ring}
+    for group in sorted(groups):
+        last = divergence.last_numbers(rings, group)
+        if len(last) == len(case.elsewhere) and last:
+            return [view for view in case.elsewhere if last[view.rank] == min(last.values())]
+    return case.elsewhere
+
+
+def _behind(case: Case, view: View) -> str:
+    """How many collectives it is behind those that wait."""
+    waiting = [one for one in (other.pending for other in case.waiting) if one is not None]
+    if not waiting or not view.ring:
+        return ""
+    mine = divergence.last_numbers({view.rank: view.ring}, waiting[0].group).get(view.rank)
+    if mine is None:
+        return ""
+    behind = max(one.number for one in waiting if one.group == waiting[0].group) - mine
+    return f", {behind} collective{'s' * (behind > 1)} behind" if behind > 0 else ""
+
+
+def _in_save(view: View) -> bool:
+    return bool(view.beat and view.beat.phase == "save") or _in_files(view, SAVE_FILES) is not None
+
+
+def _in_files(view: View, files: re.Pattern[str]) -> Thread | None:
+    """The thread with its innermost own frame in one of `files`, in every round."""
+    found = None
+    for stack in view.stacks:
+        threads = sorted(stack.threads, key=lambda thread: thread.main)
+        inside = [one for one in threads if (own := frames.own_frame(one)) is not None and files.search(own.file)]
+        if not inside:
+            return None
+        found = inside[0]
+    return found
+
+
+def _blocked(view: View) -> bool:
+    if view.known is None:
+        return False
+    seen = [one.process for one in view.known.rounds if one.process is not None]
+    return bool(seen) and all(one.state == "D" or BLOCKED_IN.search(one.wchan) for one in seen)
+
+
+def _files(view: View) -> str:
+    files = view.process.blocked_files if view.process else ()
+    return f"; open: {', '.join(files[:2])}" if files else ""
+
+
+def _names(line: str, view: View) -> bool:
+    pids = {view.beat.pid if view.beat else None, view.end.pid if view.end else None}
+    return bool(OUT_OF_MEMORY.search(line)) and any(int(pid) in pids for pid in KILLED_PID.findall(line))
+
+
+def _xid(case: Case, views: Sequence[View]) -> str:
+    hosts = {view.host for view in views}
+    found = [line for node, line in case.kernel_log if node.host in hosts and XID.search(line)]
+    return f"; its node's kernel says: {found[0].strip()}" if found else ""
+
+
+def _what(view: View) -> tuple[str | None, str | None]:
+    return (view.end.exception, view.end.message) if view.end else (None, None)
+
+
+def _message(view: View) -> str:
+    return " ".join((view.end.message or "").split()) if view.end else ""
+
+
+def _lost(view: View) -> bool:
+    return view.end is not None and causes.lost_connections(view.end)
+
+
+def _bad_status(view: View) -> bool:
+    return view.end is not None and view.end.exception is None and view.end.status not in ENDED_WELL
+
+
+def _look_at(view: View) -> str:
+    return f"see logs/rank{view.rank}.log, and dmesg on {view.host}"
