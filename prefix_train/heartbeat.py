@@ -110,6 +110,11 @@ class Heartbeat:
         """Phase as it was named, update, pack."""
         return self._part, self._update, self._pack
 
+    @property
+    def standing(self) -> tuple[str, int, int]:
+        """Phase as it was named, update, pack."""
+        return self._part, self._update, self._pack
+
     def beat(self) -> None:
         """Say again where the rank stands, so that a long phase is seen to be alive."""
         beat = Beat(

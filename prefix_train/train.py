@@ -26,6 +26,7 @@ from prefix_train.feed import Feed, load_agreed
 from prefix_train.heartbeat import Heartbeat
 from prefix_train.heldout import Heldout
 from prefix_train.plan import Cursor, RunPlan, Step
+from prefix_train.recorder import Recorder
 from prefix_train.render import Renderer
 from prefix_train.report import Reporter, Update, memory_bytes
 from prefix_train.step import Stepper, StepResult, learning_rate, update
@@ -48,7 +49,7 @@ def main(run: Path) -> int:
     transformers.logging.set_verbosity_error()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     stop, beat = StopRequest(), Heartbeat(run, rank, world)
-    with dist.joined(config.watch.collective_timeout_s) as ranks:
+    with dist.joined(config.watch.collective_timeout_s) as ranks, Recorder(run, rank, lambda: beat.standing):
         if ranks.device.type == "cuda":
             pinned = kernels.use_pins()
             if rank == 0:
@@ -109,6 +110,8 @@ class Life:
         """Walk the plan's updates from where the run stands; False where the run was asked to stop and saved."""
         config, total = self.config, self.feed.plan.total
         began = time.monotonic()
+        if self.cursor.number < total:
+            self.beat.phase("data", self.cursor.number + 1)
         for ready in self.feed.walk(self.cursor):
             step, number = ready.step, ready.step.after.number
             for line in ready.skipped:
@@ -134,6 +137,8 @@ class Life:
             if stopping:
                 self.reporter.say(f"asked to stop: saved after update {number}; the run can go on from here")
                 return False
+            if not last:
+                self.beat.phase("data", number + 1)
             began = time.monotonic()
         return True
 

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
-REAL = ("__init__", "budget", "heartbeat", "lengths", "packing", "plan", "plan_summary", "tree")
+REAL = ("__init__", "budget", "heartbeat", "lengths", "packing", "plan", "plan_summary", "ring", "tree")
 """Modules of the trainer that the commands around it use."""
 
 TRAIN = '''

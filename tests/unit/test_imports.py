@@ -29,6 +29,7 @@ WITHOUT_TORCH = [
     "prefix_train.heartbeat",
     "prefix_train.lengths",
     "prefix_train.plan",
+    "prefix_train.ring",
     "prefix_train.tree",
     "preflight.judge",
     "preflight.report",
