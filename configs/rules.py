@@ -143,6 +143,11 @@ def _choices(config: Config) -> Iterator[str]:
             yield "verify.examples needs held-out examples: give data.heldout or set verify.examples=0"
     if config.memory.offload not in ("auto", "none") and not re.fullmatch(r"[1-9]\d*", config.memory.offload):
         yield f"memory.offload is {config.memory.offload!r}: give auto, none or a number of layers"
+    if config.memory.offload != "none" and not config.memory.recompute:
+        yield (
+            f"memory.offload={config.memory.offload} with memory.recompute=false: layers that are not recomputed keep "
+            "far more than their inputs; set memory.recompute=true or memory.offload=none"
+        )
 
 
 def _shape(config: Config) -> Iterator[str]:

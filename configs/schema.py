@@ -123,7 +123,10 @@ class MemoryConfig:
     recompute: bool = True
     """Keep only the input of each decoder layer and recompute the rest in backward."""
     offload: str = "none"
-    """`auto`, `none`, or a number of layers whose inputs wait in pinned host memory."""
+    """Let inputs of decoder layers wait in pinned host memory between forward and backward: `none`; a number: of the
+    first so many layers, whose inputs wait longest; `auto`: of all but the last, with which backward begins. Gradients
+    stay the same to the bit. Each rank pins, at the start and for the whole run, the inputs of these layers for a pack
+    of `pack.max_positions`, in chunks of 64 MiB: `prefix-train budget` shows how much. Needs `memory.recompute`."""
 
 
 @dataclass(frozen=True)

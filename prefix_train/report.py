@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +56,8 @@ class Update:
     seconds: float
     memory_bytes: int
     """Most memory in use so far, on the rank that used most: the GPU's, on a CPU the process's."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Figures that only some configurations have, by their names in metrics.jsonl."""
 
 
 def figures(done: Update) -> dict[str, float]:
@@ -77,6 +79,7 @@ def figures(done: Update) -> dict[str, float]:
         "positions_per_s": done.positions / done.seconds,
         "logical_tokens_per_s": done.logical_tokens / done.seconds,
         "memory_bytes": done.memory_bytes,
+        **done.more,
     }
     for name, value in line.items():
         if not math.isfinite(value):

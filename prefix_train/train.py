@@ -42,8 +42,6 @@ def main(run: Path) -> int:
     config = compose.from_run(run)
     if config.engine != "sharded":
         raise UserError(f"engine={config.engine} is not there yet: set engine=sharded")
-    if config.memory.offload != "none":
-        raise UserError(f"memory.offload={config.memory.offload} is not there yet: set memory.offload=none")
     torch.set_num_threads(config.train.threads)
     # What transformers falls back to in the check of itself stands in result.json, under `kernels`.
     transformers.logging.set_verbosity_error()
@@ -99,6 +97,7 @@ class Life:
             self.root.to(ranks.device)
         else:
             shard.shard(self.root, ranks.mesh)
+        self.offload = ranks.together(lambda: offload.attach(self.root, config, ranks.device))
         self.parameters = anatomy.trainable(self.model)
         self.optimizer = make_optimizer(self.parameters, config)
         self.hash_before = digest(full_tensors(self.parameters, keep=ranks.rank == 0))
@@ -183,6 +182,8 @@ class Life:
             asdict(self.config),
         )
         self.reporter.say(line or begins(self.feed.plan))
+        if self.offload is not None:
+            self.reporter.say(offload.describe(self.offload))
         return cursor
 
     def _make_stepper(self) -> Stepper:
@@ -220,6 +221,7 @@ class Life:
                 logical_tokens=result.logical,
                 seconds=seconds,
                 memory_bytes=memory,
+                more=offload.metrics(self.offload, self.ranks) if self.offload is not None else {},
             )
         )
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -27,12 +27,14 @@ class UnitForward:
     def __init__(self, module: nn.Module, recompute: bool) -> None:
         self.recompute = recompute
         self.copies: AbstractContextManager[None] = nullcontext()
+        self.around: Callable[[Tensor], AbstractContextManager[None]] = lambda hidden: nullcontext()
         self._inner: Callable[..., Any] = module.forward
         self._dropouts = dropout.find(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            with self.around(args[0]):
+                return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,6 +67,14 @@ def leave_precision_to_sharding(found: Anatomy) -> None:
     """Take the copies away again."""
     for module in found.units:
         _forward_of(module).copies = nullcontext()
+
+
+def around_recomputed(layer: nn.Module, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
+    """Compute `layer` within `around(its input)` where it will be recomputed. Raises ValueError where it never is."""
+    forward = _forward_of(layer)
+    if not forward.recompute:
+        raise ValueError("a layer that is not recomputed keeps more than its input")
+    forward.around = around
 
 
 def refuse_other_recomputation(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from configs.errors import UserError
 from configs.schema import AdapterConfig, Config, DataConfig, MemoryConfig, ModelConfig, PackConfig, TrainConfig
-from prefix_train import anatomy, blame, dist, evaluate, gradients, model, shard, step
+from prefix_train import anatomy, blame, dist, evaluate, gradients, model, offload, shard, step
 from prefix_train import feed as feeds
 from prefix_train.data import Examples
 from prefix_train.dist import Disagreement, Ranks
@@ -48,7 +48,8 @@ def trainer(ranks: Ranks, base: Any, dtype: torch.dtype, trainable: str, **given
     config = Config(
         train=TrainConfig(trainable=trainable),  # type: ignore[arg-type]
         adapter=AdapterConfig(rank=2, dropout=given.get("dropout", 0.0)),
-        memory=MemoryConfig(recompute=given.get("recompute", True), offload="none"),
+        memory=MemoryConfig(recompute=given.get("recompute", True), offload=given.get("offload", "none")),
+        pack=PackConfig(max_positions=512),
         model=KERNELS[ranks.device.type],
     )
     prepared = model.prepare(base, config)
@@ -61,6 +62,7 @@ def trainer(ranks: Ranks, base: Any, dtype: torch.dtype, trainable: str, **given
         root.to(ranks.device)
     else:
         given.get("shard", shard.shard)(root, ranks.mesh)
+    offload.attach(root, config, ranks.device)
     parameters = anatomy.trainable(prepared)
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.0, weight_decay=0.0)
     vision = frozenset(name for name in parameters if ".visual." in name)
@@ -179,6 +181,19 @@ def dropout_and_recomputation(ranks: Ranks) -> None:
         step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
         found.append(whole(sharded))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def offloaded_inputs(ranks: Ranks) -> None:
+    """Copies around gathers: gradients of sharded layers are equal, bit for bit, several packs in an update."""
+    base = models.build("qwen3_5", torch.float32)
+    packs = batches.batches(batches.make(base, COUNT, images=True), GROUPS)
+    for given in ({"trainable": "all"}, {"trainable": "adapter", "dropout": 0.3}):
+        found = []
+        for offloaded in ("none", "auto", "2"):
+            sharded = trainer(ranks, copy.deepcopy(base), torch.float32, images=True, offload=offloaded, **given)  # type: ignore[arg-type]
+            step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
+            found.append(whole(sharded))
+        assert all(torch.equal(found[0][name], each[name]) for each in found for name in found[0])
 
 
 def loss_not_finite(ranks: Ranks) -> None:
@@ -383,6 +398,7 @@ CHECKS: dict[str, Check] = {
     "update_without_image": update_without_image,
     "three_updates": three_updates,
     "r29_dropout_and_recomputation": dropout_and_recomputation,
+    "r17_offloaded_inputs": offloaded_inputs,
     "loss_not_finite": loss_not_finite,
     "gradient_not_finite": gradient_not_finite,
     "mean_instead_of_sum": mean_instead_of_sum,

@@ -48,6 +48,12 @@ def test_r29_dropout_on_two_ranks(check: str, outcomes: Outcomes) -> None:
     assert_passed(outcomes, check)
 
 
+@pytest.mark.parametrize("check", named("r17_"))
+def test_r17_offloading_on_two_ranks(check: str, outcomes: Outcomes) -> None:
+    """That it fails without its fix: `test_offload`."""
+    assert_passed(outcomes, check)
+
+
 @pytest.mark.parametrize("check", [check for check in sharded_checks.CHECKS if not check.startswith("r")])
 def test_two_ranks(check: str, outcomes: Outcomes) -> None:
     assert_passed(outcomes, check)

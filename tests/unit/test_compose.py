@@ -274,6 +274,7 @@ BROKEN = [
     (["evaluate.every=5"], "give data.heldout"),
     (["verify.examples=5"], "give data.heldout"),
     (["memory.offload=some"], "memory.offload is 'some'"),
+    (["memory.offload=auto", "memory.recompute=false"], "set memory.recompute=true or memory.offload=none"),
     (["cluster=local", "slurm.nodes=2"], "set slurm.nodes=1"),
     (["slurm.gpus_per_node=4"], "give both the same number"),
     (["model.attention=flex"], "needs GPUs"),
