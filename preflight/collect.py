@@ -58,12 +58,12 @@ def check_torch(setting: Setting) -> list[Finding]:
         how = f"killed by signal {-answer.status}" if answer.status < 0 else answer.last_error_line
         return [Finding("torch.backends", "broken", how, "see `python -m preflight.torch_facts`")]
     facts = answer.documents[-1]
-    libraries = facts.pop("libraries")
+    libraries, sizes = facts.pop("libraries"), facts.pop("bytes")
     found = f"torch {facts['torch']}, {len(facts['devices'])} GPUs, gloo {facts['gloo']}, nccl {facts['nccl']}"
     wrong = _torch_wrong(facts, setting.wants_gpus)
     backends = Finding("torch.backends", "fail", *wrong, facts) if wrong else _passed("torch.backends", found, facts)
     named = ", ".join(f"{name} {path}" for name, path in libraries.items()) or "none of CUDA, NCCL, network plugins"
-    return [backends, _passed("libraries.mapped", named, {"libraries": libraries})]
+    return [backends, _passed("libraries.mapped", named, {"libraries": libraries, "bytes": sizes})]
 
 
 def _torch_wrong(facts: dict[str, Any], gpus: int | None) -> tuple[str, str] | None:

@@ -13,12 +13,14 @@ from preflight.states import Finding, NodeReport
 COMPARED = {
     "python.version": ("version",),
     "torch.backends": ("torch", "cuda", "devices", "nccl", "gloo", "nccl_version", "cudnn", "peers"),
-    "libraries.mapped": ("libraries",),
+    "libraries.mapped": ("libraries", "bytes"),
     "code.snapshot": ("sha256", "runs_from"),
     "host.environment": ("variables",),
     "host.files": ("files",),
-    "host.limits": ("nofile",),
+    "host.limits": ("nofile", "memlock"),
+    "host.network": ("mtu", "speed_mbit", "infiniband"),
     "device.gpus": ("compared",),
+    "device.links": ("links",),
     "pins.files": ("digest", "folder"),
 }
 """Facts that must agree between nodes, by check; of every `import.*` check IMPORT_FACTS must."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections import Counter
 from typing import Any
 
 from preflight.programs import ask
@@ -15,8 +17,12 @@ DEADLINE_S = 20.0
 FIELDS = (
     "index", "name", "uuid", "driver_version", "memory.total", "memory.used", "ecc.mode.current",
     "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active", "persistence_mode", "mig.mode.current",
-    "clocks.sm", "clocks.max.sm", "power.draw", "temperature.gpu", "utilization.gpu",
+    "clocks.sm", "clocks.max.sm", "power.draw", "temperature.gpu", "utilization.gpu", "utilization.memory",
+    "power.limit", "compute_mode", "pcie.link.width.current", "pcie.link.width.max",
 )  # fmt: skip
+ALIKE = ("name", "driver_version", "memory.total", "ecc.mode.current", "persistence_mode", "mig.mode.current",
+         "clocks.max.sm", "power.limit", "compute_mode")  # fmt: skip
+"""What must be the same for all GPUs of a job: the slowest one sets the pace."""
 THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown",
              0x80: "hardware power brake"}  # fmt: skip
 """Bits of clocks_throttle_reasons.active that no healthy GPU shows at rest (NVML, nvmlClocksThrottleReasons)."""
@@ -27,25 +33,53 @@ MOST_BUSY = 10
 
 
 def check_device(setting: Setting) -> list[Finding]:
-    """Facts of every GPU, and whether they are fit to train."""
+    """Facts of every GPU, whether they are fit to train, and how they are linked."""
     wanted = setting.wants_gpus
     if wanted == 0 or (wanted is None and shutil.which(SMI) is None):
         return [Finding("device.gpus", "pass", "no GPU is wanted" if wanted == 0 else "no GPU here", "", {"gpus": []})]
-    answers = {}
+    texts = []
     for question in (f"--query-gpu={','.join(FIELDS)}", "--query-compute-apps=gpu_uuid,pid,used_memory"):
-        seconds = min(DEADLINE_S, setting.left_s)
-        try:
-            answer = ask([SMI, question, "--format=csv,noheader,nounits"], seconds)
-        except FileNotFoundError:
-            return [_finding("fail", f"{wanted} GPUs are wanted, but there is no {SMI}", "install the driver here")]
-        if answer.status is None:
-            return [_finding("silent", f"{SMI} did not answer in {seconds:.0f} s: driver stuck", "reboot this node")]
-        if answer.status != 0:
-            said = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
-            how = said[-1] if said else "without a word"
-            return [_finding("fail", f"{SMI} ended with status {answer.status}: {how}", "repair or reboot this node")]
-        answers[question.split("=")[0]] = answer.stdout
-    return judge_gpus(_rows(answers["--query-gpu"]), _rows(answers["--query-compute-apps"]), wanted)
+        answer = _ask(setting, question, "--format=csv,noheader,nounits")
+        if isinstance(answer, Finding):
+            return [answer]
+        texts.append(answer)
+    gpus = _rows(texts[0])
+    findings = judge_gpus(gpus, _rows(texts[1]), wanted)
+    if len(gpus) > 1 and findings[0].state == "pass":
+        answer = _ask(setting, "topo", "-m")
+        findings.append(judge_links(answer) if isinstance(answer, str) else answer)
+    return findings
+
+
+def _ask(setting: Setting, *question: str) -> str | Finding:
+    """What nvidia-smi prints, or what is wrong where it does not answer."""
+    seconds = min(DEADLINE_S, setting.left_s)
+    try:
+        answer = ask([SMI, *question], seconds)
+    except FileNotFoundError:
+        return _finding(
+            "fail", f"{setting.wants_gpus} GPUs are wanted, but there is no {SMI}", "install the driver here"
+        )
+    if answer.status is None:
+        return _finding("silent", f"{SMI} did not answer in {seconds:.0f} s: driver stuck", "reboot this node")
+    if answer.status != 0:
+        said = (answer.stdout.strip() or answer.stderr.strip()).splitlines()
+        how = said[-1] if said else "without a word"
+        return _finding("fail", f"{SMI} ended with status {answer.status}: {how}", "repair or reboot this node")
+    return answer.stdout
+
+
+def judge_links(matrix: str) -> Finding:
+    """The matrix of `nvidia-smi topo -m` -> how each pair of GPUs is linked (NV18: NVLink), for comparing. Pure."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
+    rows = [cells for cells in lines if len(cells) > 1 and re.fullmatch(r"GPU\d+", cells[0])]
+    rows = [cells for cells in rows if not re.fullmatch(r"GPU\d+", cells[1])]  # not the line of headings
+    if not rows:
+        return Finding("device.links", "broken", f"{SMI} topo -m printed no matrix", f"see `{SMI} topo -m`")
+    links = {f"{a}-{b}": rows[a][1 + b] for a in range(len(rows)) for b in range(a + 1, len(rows))}
+    kinds = Counter(links.values())
+    found = ", ".join(f"{kind} between {count} pair(s)" for kind, count in sorted(kinds.items()))
+    return Finding("device.links", "pass", found, "", {"links": links})
 
 
 def judge_gpus(gpus: list[list[str]], apps: list[list[str]], wanted: int | None) -> list[Finding]:
@@ -59,6 +93,7 @@ def judge_gpus(gpus: list[list[str]], apps: list[list[str]], wanted: int | None)
     if wanted is not None and len(gpus) < wanted:
         findings.append(_finding("fail", f"{len(gpus)} GPUs are here, {wanted} are wanted (slurm.gpus_per_node)",
                                  "a GPU that fell off the bus comes back with a reboot", facts))  # fmt: skip
+    findings += _unlike(described)
     for gpu in described:
         findings += _fitness(gpu, [row for row in apps if row[0] == gpu["uuid"]])
     if not any(finding.check == "device.gpus" for finding in findings):
@@ -88,13 +123,31 @@ def _fitness(gpu: dict[str, str], apps: list[list[str]]) -> list[Finding]:
     if reasons:
         findings.append(Finding("device.throttled", "fail", f"{name} is throttled at rest: {', '.join(reasons)} "
                                 f"({gpu['temperature.gpu']} C)", "see its cooling and power"))  # fmt: skip
+    width, widest = gpu["pcie.link.width.current"], gpu["pcie.link.width.max"]
+    if _number(width) < _number(widest):
+        findings.append(Finding("device.pcie", "fail", f"{name} uses {width} of {widest} PCIe lanes",
+                                "reseat the GPU or its riser"))  # fmt: skip
+    if gpu["compute_mode"] == "Prohibited":
+        findings.append(Finding("device.mode", "fail", f"{name} lets no program compute (compute mode Prohibited)",
+                                f"{SMI} -i {gpu['index']} -c DEFAULT"))  # fmt: skip
+    return findings
+
+
+def _unlike(gpus: list[dict[str, str]]) -> list[Finding]:
+    """GPUs of this node that are not as most of its GPUs."""
+    findings = []
+    for name in ALIKE:
+        (common, count), *others = Counter(gpu[name] for gpu in gpus).most_common() or [("", 0)]
+        odd = [f"GPU {gpu['index']}: {gpu[name]}" for gpu in gpus if gpu[name] != common]
+        if others:
+            findings.append(Finding("device.unlike", "fail", f"{name} is {common} on {count} of {len(gpus)} GPUs, but "
+                                    f"{', '.join(odd)}", "make all GPUs of the node alike"))  # fmt: skip
     return findings
 
 
 def _compared(gpus: list[dict[str, str]]) -> dict[str, list[str]]:
     """What must agree between nodes."""
-    fields = ("name", "driver_version", "memory.total", "ecc.mode.current", "persistence_mode", "mig.mode.current")
-    return {"count": [str(len(gpus))], **{name: sorted({gpu[name] for gpu in gpus}) for name in fields}}
+    return {"count": [str(len(gpus))], **{name: sorted({gpu[name] for gpu in gpus}) for name in ALIKE}}
 
 
 def _finding(state: Any, found: str, advice: str, facts: dict[str, Any] | None = None) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from configs import runfolder
@@ -10,8 +11,9 @@ from configs.schema import Config
 from preflight.setting import Setting
 from preflight.states import Finding
 
-HEAD = 1 << 16
-"""Bytes from the beginning of each file that are compared: enough for another file, not for a spoilt tail."""
+PART = 1 << 16
+"""Bytes from the beginning and from the end of each file that are compared: enough for another file and for one whose
+copying stopped, not for a spoilt byte in the middle."""
 
 
 def wanted(config: Config) -> dict[str, Path]:
@@ -21,7 +23,7 @@ def wanted(config: Config) -> dict[str, Path]:
 
 
 def fingerprint(path: Path) -> dict[str, str]:
-    """File name -> `size:sha256 of the first 64 KiB`, for a file or the files directly in a folder.
+    """File name -> `size:sha256 of the first and the last 64 KiB`, for a file or the files directly in a folder.
 
     Raises OSError where one cannot be read.
     """
@@ -29,8 +31,11 @@ def fingerprint(path: Path) -> dict[str, str]:
     found = {}
     for file in files:
         with file.open("rb") as stream:
-            head = stream.read(HEAD)
-        found[file.name] = f"{file.stat().st_size}:{hashlib.sha256(head).hexdigest()[:16]}"
+            parts = stream.read(PART)
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - PART))
+            parts += stream.read(PART)
+        found[file.name] = f"{size}:{hashlib.sha256(parts).hexdigest()[:16]}"
     return found
 
 

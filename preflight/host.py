@@ -1,16 +1,14 @@
-"""This node by itself: name, disks, memory, limits, caches, clock, and the files that the run reads.
+"""This node by itself: disks, memory, limits, caches, clock, and, from other modules, network and the run's files.
 
 Run as a program, one JSON line per check: a dead file server holds whoever asks it, so that must not be the collector.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import resource
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -22,8 +20,9 @@ import psutil
 
 from preflight import environment, mounts
 from preflight.files import check_files
+from preflight.network import check_name, check_network
 from preflight.programs import Answer, one_by_one
-from preflight.setting import Setting, proc
+from preflight.setting import Setting, proc, sys_folder
 from preflight.states import Finding
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -47,18 +46,6 @@ CACHES = (
 MOST_SKEW_S = 2.0
 
 
-def check_name(setting: Setting) -> Finding:
-    """The name that other nodes will use must resolve; whether loopback will do is for the judge, who counts nodes."""
-    name = socket.gethostname()
-    try:
-        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
-    except socket.gaierror as error:
-        return Finding("host.name", "fail", f"{name} does not resolve: {error.strerror}", "add it to DNS or /etc/hosts")
-    loopback = all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses)
-    facts = {"addresses": addresses, "loopback": loopback}
-    return Finding("host.name", "pass", f"{name} is {', '.join(addresses)}", "", facts)
-
-
 def check_disk(setting: Setting) -> Finding:
     """Free space and inodes where the run writes."""
     least = setting.config.preflight.min_free_disk_gib
@@ -76,15 +63,15 @@ def check_cache(setting: Setting) -> Finding:
             return Finding("host.cache", "fail", f"{name} is {folder}, on the network file system {mount.point} "
                            f"({mount.kind} from {mount.source}): ranks would lose files to each other",
                            f"set {name} to a folder on the node's own disk")  # fmt: skip
+    least = setting.config.preflight.min_free_disk_gib
     for name, folder in folders.items():
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not os.access(there, os.W_OK):
-            return Finding("host.cache", "fail", f"{name}: {there} cannot be written", f"set {name} elsewhere")
-        room = _room(
-            "host.cache", there, setting.config.preflight.min_free_disk_gib, f"free some, or set {name} elsewhere"
-        )
+        room = _room("host.cache", there, least, f"free some, or set {name} elsewhere")
         if room.state != "pass":
             return room
+        if setting.wants_gpus and os.statvfs(there).f_flag & os.ST_NOEXEC:
+            return Finding("host.cache", "fail", f"{name}: {there} is mounted noexec: compiled kernels will not load",
+                           f"set {name} elsewhere")  # fmt: skip
     listed = ", ".join(f"{name} {folder}" for name, folder in folders.items())
     return Finding("host.cache", "pass", listed)
 
@@ -119,7 +106,7 @@ def check_limits(setting: Setting) -> Finding:
     facts = {name: "unlimited" if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
     found = ", ".join(f"{name} {value}" for name, value in facts.items())
     short = [("nofile", LEAST_FILES)]
-    if setting.wants_gpus and any(Path("/sys/class/infiniband").glob("*")):
+    if setting.wants_gpus and any((sys_folder() / "class" / "infiniband").glob("*")):
         short.append(("memlock", LEAST_LOCKED))
     for name, least in short:
         if soft[name] != resource.RLIM_INFINITY and soft[name] < least:
@@ -165,11 +152,19 @@ def _room(check: str, folder: Path, least_gib: float, advice: str) -> Finding:
         return Finding(check, "fail", f"{found}, {least_gib} are wanted (preflight.min_free_disk_gib)", advice, facts)
     if inodes.f_files and inodes.f_favail < LEAST_INODES:
         return Finding(check, "fail", f"{found}, but only {inodes.f_favail} inodes", "remove files", facts)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight.") as file:
+            file.write(b"x" * 4096)  # a quota counts what is written, not what the disk has
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return Finding(check, "fail", f"{folder} cannot be written: {error.strerror}", advice, facts)
     return Finding(check, "pass", found, "", facts)
 
 
 CHECKS: dict[str, Callable[[Setting], Finding]] = {
     "name": check_name,
+    "network": check_network,
     "memory": check_memory,
     "shm": check_shm,
     "limits": check_limits,

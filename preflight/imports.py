@@ -58,21 +58,28 @@ def declared(package: str, distribution: importlib.metadata.Distribution) -> dic
 
 
 def changed(distribution: importlib.metadata.Distribution) -> list[str]:
-    """Python files that are not what the installer recorded: edited by hand, or gone."""
+    """Files that are not what the installer recorded: edited by hand, cut short, or gone.
+
+    Python files are read; of shared libraries, which are large, only the size is looked at.
+    """
     different = []
     for file in distribution.files or []:
-        inside = file.parts[0] != ".."  # scripts lie elsewhere, and installers move them
-        if inside and file.suffix == ".py" and file.hash is not None and file.hash.mode == "sha256":
-            path = Path(str(file.locate()))
-            if not path.is_file() or _recorded_form(path.read_bytes()) != file.hash.value:
-                different.append(str(file))
+        if file.parts[0] == ".." or file.hash is None or file.hash.mode != "sha256":
+            continue  # scripts lie elsewhere, and installers move them
+        path = Path(str(file.locate()))
+        if file.suffix == ".py" and (not path.is_file() or _recorded_form(path.read_bytes()) != file.hash.value):
+            different.append(str(file))
+        if ".so" in file.suffixes and file.size and (not path.is_file() or path.stat().st_size != file.size):
+            different.append(str(file))
     return different
 
 
-def sources(folder: Path) -> str:
-    """sha256 over names and contents of a package's Python files."""
+def sources(folder: Path, pattern: str = "*.py") -> str:
+    """sha256 over names and contents of the files in a folder whose names fit, but for what Python compiled there."""
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(folder.rglob(pattern)):
+        if "__pycache__" in path.parts or not path.is_file():
+            continue
         total.update(f"{path.relative_to(folder)}\0".encode())
         total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()

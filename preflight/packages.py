@@ -77,7 +77,7 @@ def check_code(setting: Setting) -> list[Finding]:
     code = None if setting.run is None else setting.run / runfolder.CODE
     if code is None or not code.is_dir():
         return []
-    digest = imports.sources(code)
+    digest = imports.sources(code, "*")
     here = Path(__file__).resolve().parent.parent
     facts = {"sha256": digest, "runs_from": str(here)}
     return [Finding("code.snapshot", "pass", f"frozen code {digest[:12]}", "", facts)]

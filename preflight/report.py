@@ -8,7 +8,12 @@ from typing import Any
 from jinja2 import Environment
 
 from preflight.judge import Problem, Verdict
-from preflight.states import NodeReport
+from preflight.states import WORST_FIRST, Finding, NodeReport
+
+MOST_PROBLEMS, MOST_STATES, MOST_CHECKS = 12, 8, 4
+"""What one screen holds: lines of problems, rows of odd states, checks named in a row."""
+KEY_CHECKS = ("python.version", "torch.backends", "device.gpus", "pins.files")
+"""Checks that say in a few words what a node is."""
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Preflight: {{ head }}</title>
@@ -46,18 +51,54 @@ def _sentence(problem: Problem) -> str:
 
 
 def text(verdict: Verdict) -> str:
-    """The report for one screen."""
+    """The report for one screen: the sentence, the other problems, one row per distinct state of the cluster.
+
+    Of one node by itself all checks are listed.
+    """
     lines = [headline(verdict)]
-    for problem in verdict.problems[:20]:
+    rest = [problem for problem in verdict.problems if _sentence(problem) not in lines[0]]
+    for problem in rest[:MOST_PROBLEMS]:
         lines.append(("  allowed: " if problem.allowed else "  ") + _sentence(problem))
-    if len(verdict.problems) > 20:
-        lines.append(f"  ... and {len(verdict.problems) - 20} more in report.json")
+    if len(rest) > MOST_PROBLEMS:
+        lines.append(f"  ... and {len(rest) - MOST_PROBLEMS} more in report.json")
     if verdict.allow:
         lines.append(f"  preflight.allow: {', '.join(verdict.allow)}")
-    for names, report in groups(verdict):
-        lines += ["", f"{len(names)} node(s): {_abbreviated(names)}"]
-        lines += [f"  {finding.state:<7}{finding.check:<24}{finding.found}" for finding in report.findings]
+    lines.append("")
+    if len(verdict.nodes) == 1:
+        lines += [f"  {finding.state:<7}{finding.check:<24}{finding.found}" for finding in verdict.nodes[0].findings]
+    else:
+        lines += _table(verdict)
     return "\n".join(lines) + "\n"
+
+
+def _table(verdict: Verdict) -> list[str]:
+    """One row per distinct state, the odd ones first, the state of most nodes last and in full."""
+    states = groups(verdict)
+    usual = states[-1][1]
+    shown = states[:-1][:MOST_STATES] + states[-1:]
+    rows = ["nodes  worst   checks  state"]
+    for names, report in shown:
+        own = {problem.finding.check: problem.finding for problem in verdict.problems if problem.node == names[0]}
+        worst = min((finding.state for finding in (*report.findings, *own.values())), key=WORST_FIRST.index)
+        said = _usual(report) if report is usual and not own else _unlike(report, usual, list(own))
+        rows.append(f"{len(names):>5}  {worst:<7} {len(report.findings):>6}  {said}: {_abbreviated(names)}")
+    hidden = len(states) - len(shown)
+    return [*rows, f"  ... and {hidden} more states in report.html"] if hidden else rows
+
+
+def _usual(report: NodeReport) -> str:
+    """What a node is, in a few words."""
+    found = {finding.check: finding.found for finding in report.findings}
+    return "; ".join(found[check] for check in KEY_CHECKS if check in found) or "alike"
+
+
+def _unlike(report: NodeReport, usual: NodeReport, blamed: list[str]) -> str:
+    """In which checks a node is blamed or is not like most nodes."""
+    common = {finding.check: _key(finding) for finding in usual.findings}
+    different = [finding.check for finding in report.findings if common.get(finding.check) != _key(finding)]
+    checks = list(dict.fromkeys([*blamed, *different]))
+    more = f" and {len(checks) - MOST_CHECKS} more" if len(checks) > MOST_CHECKS else ""
+    return ", ".join(checks[:MOST_CHECKS]) + more
 
 
 def html(verdict: Verdict) -> str:
@@ -76,16 +117,20 @@ def document(verdict: Verdict) -> dict[str, Any]:
 
 def groups(verdict: Verdict) -> list[tuple[list[str], NodeReport]]:
     """Nodes that are alike in everything that matters, the odd ones first."""
+    blamed: dict[str, list[str]] = {}
+    for problem in verdict.problems:
+        blamed.setdefault(problem.node, []).append(problem.finding.check)
     alike: dict[str, tuple[list[str], NodeReport]] = {}
     for report in verdict.nodes:
-        key = repr([(f.check, f.state, _stable(f.check, f.found, f.state)) for f in report.findings])
+        key = repr([*map(_key, report.findings), *blamed.get(report.node, [])])
         alike.setdefault(key, ([], report))[0].append(report.node)
-    return sorted(alike.values(), key=lambda group: (len(group[0]), group[0]))
+    return sorted(alike.values(), key=lambda group: (len(group[0]), group[0][0] not in blamed, group[0]))
 
 
-def _stable(check: str, found: str, state: str) -> str:
-    """Free space and addresses differ between healthy nodes: they make no state of their own."""
-    return "" if state == "pass" and check.startswith("host.") else found
+def _key(finding: Finding) -> tuple[str, str, str]:
+    """What makes a state. Free space, addresses and counters differ between healthy nodes: they make none."""
+    own = finding.state == "pass" and finding.check.startswith("host.")
+    return finding.check, finding.state, "" if own else finding.found
 
 
 def _abbreviated(names: list[str]) -> str:

@@ -16,6 +16,9 @@ SECTIONS = {"preflight": PreflightConfig, "slurm": SlurmConfig, "data": DataConf
 PROC = "PREFLIGHT_PROC"
 """Environment variable that names another folder than /proc to read this node's facts from."""
 
+SYS = "PREFLIGHT_SYS"
+"""The same for /sys."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -59,3 +62,8 @@ class Setting:
 def proc() -> Path:
     """/proc, or what stands for it."""
     return Path(os.environ.get(PROC, "/proc"))
+
+
+def sys_folder() -> Path:
+    """/sys, or what stands for it."""
+    return Path(os.environ.get(SYS, "/sys"))

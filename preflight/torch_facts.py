@@ -36,6 +36,7 @@ def facts() -> dict[str, Any]:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if torch.distributed.is_gloo_available():
         one_collective(devices)
+    libraries = mapped_libraries((proc() / "self/maps").read_text(errors="replace"))
     found = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -50,7 +51,8 @@ def facts() -> dict[str, Any]:
         "mkldnn": torch._C._has_mkldnn,
         "threads": torch.get_num_threads(),
         "sum": torch.ones(1000, dtype=torch.float64).cumsum(0)[-1].item(),
-        "libraries": mapped_libraries((proc() / "self/maps").read_text(errors="replace")),
+        "libraries": libraries,
+        "bytes": {name: Path(path).stat().st_size for name, path in libraries.items() if Path(path).exists()},
     }
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -111,6 +111,26 @@ def home_on_nfs(node: Node) -> None:
     node.mounts = [(str(node.folder / "home"), "nfs4", "filer:/home")]
 
 
+def scratch(node: Node) -> str:
+    folder = node.folder / "scratch"
+    folder.mkdir()
+    node.environment["TMPDIR"] = str(folder)
+    return str(folder)
+
+
+def read_only_scratch(node: Node) -> None:
+    node.read_only.append(scratch(node))
+
+
+def noexec_scratch(node: Node) -> None:
+    node.noexec.append(scratch(node))
+
+
+def interface(**changes: object) -> Plant:
+    """Another state of the interface that the node is reached by."""
+    return lambda node: node.interfaces["eth0"].update(changes)
+
+
 def answer(**changes: object) -> Plant:
     """Change the node's answer itself."""
     return has(spoil=lambda text: json.dumps(json.loads(text) | changes))
@@ -175,6 +195,16 @@ CASES = [
     fault("another driver", gpu("driver_version", "575.57.08"), "device.gpus", "known.cuda13_old_driver"),
     fault("GPU draws power at rest", gpu("power.draw", "412.0"), "device.power"),
     fault("no GPU", has(gpus=[]), "device.gpus"),
+    fault("GPU on half its PCIe lanes", gpu("pcie.link.width.current", "8"), "device.pcie"),
+    fault("GPU capped lower than the others", gpu("power.limit", "500.00"), "device.gpus"),
+    fault("file system read-only", read_only_scratch, "host.cache"),
+    fault("cache mounted noexec", noexec_scratch, "host.cache"),
+    fault("interface that is not there", has(environment={"NCCL_SOCKET_IFNAME": "bond0"}),
+          "host.network", "host.environment"),
+    fault("smaller frames than the others", interface(mtu=1500), "host.network"),
+    fault("InfiniBand port down", has(infiniband={"mlx5_0/1": ("1: DOWN", "10 Gb/sec (4X SDR)")}), "host.network"),
+    fault("model file not copied to its end",
+          text(lambda node: node.model / "model-00001-of-00002.safetensors", "\0" * 69999 + "x"), "host.files"),
     fault("pin missing", without(lambda node: node.pins / "l2norm_fwd_kernel.json"), "pins.files"),
     fault("pin edited", edit_pin, "pins.files"),
     fault("pins of another Triton", relist("triton", "3.6.0"), "pins.files"),
@@ -193,6 +223,8 @@ CASES = [
     control("more power at rest", gpu("power.draw", "96.9")),
     control("counters not kept", gpu("ecc.errors.uncorrected.volatile.total", "[N/A]")),
     control("another host name", runs("import socket; socket.gethostname = lambda: 'node2.cluster'")),
+    control("an unused interface down", lambda node: node.interfaces["ib0"].update(up=False)),
+    control("TMPDIR of its own, empty", lambda node: [scratch(node), None][1]),
     control("answers a minute later", answer(wall=time.time() - 60)),
 ]  # fmt: skip
 

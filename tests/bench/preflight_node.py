@@ -39,6 +39,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests import standin
 
@@ -89,14 +90,21 @@ class Node:
     """What torch says of its GPUs: devices, capability, cuda (of its build), nccl, nccl_version, cudnn, peers."""
     addresses: list[str] = field(default_factory=lambda: ["10.0.0.7"])
     """What the node's host name resolves to; empty: nothing."""
+    interfaces: dict[str, dict[str, Any]] = field(default_factory=lambda: json.loads(json.dumps(INTERFACES)))
+    """Network interfaces, with up, mtu, speed (Mbit/s) and addresses of each; the node's own address is eth0's."""
+    infiniband: dict[str, tuple[str, str]] = field(default_factory=lambda: dict(INFINIBAND))
+    """`device/port` -> state and rate, as files under /sys/class/infiniband say them."""
     disks: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Folder -> free bytes and free inodes of the file system that it lies on, where they are not the real ones."""
     read_only: list[str] = field(default_factory=list)
     """Folders on file systems that are mounted read-only."""
+    noexec: list[str] = field(default_factory=list)
+    """Folders on file systems that are mounted noexec."""
     mounts: list[tuple[str, str, str]] = field(default_factory=list)
     """Mount point, type and source, as in `mount`: ("/home", "nfs4", "filer:/home"). Empty: the real table."""
-    limits: dict[str, int] = field(default_factory=dict)
-    """`ulimit`: names of the module resource without RLIMIT_, in small letters (nofile, memlock, nproc, stack)."""
+    limits: dict[str, int] = field(default_factory=lambda: {"memlock": -1, "nofile": 65536})
+    """`ulimit`: names of the module resource without RLIMIT_, in small letters (nofile, memlock, nproc, stack) -> what
+    it says, -1: unlimited. Those that are not named are the real ones."""
     memory_gib: float | None = None
     """Memory that programs can have, where that is not the real one."""
     clock_s: float = 0.0
@@ -179,12 +187,18 @@ class Node:
             (proc / "mountinfo").write_text("".join(lines))
             (proc / "maps").write_text("")
             own["PREFLIGHT_PROC"] = str(proc.parent)
+        for port, (state, rate) in self.infiniband.items():
+            device, _, number = port.partition("/")
+            folder = self.folder / "sys" / "class" / "infiniband" / device / "ports" / number
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "state").write_text(f"{state}\n")
+            (folder / "rate").write_text(f"{rate}\n")
+        own["PREFLIGHT_SYS"] = str(self.folder / "sys")
         return own | self.environment
 
     def inside(self) -> str:
         """What the node's Python programs run first."""
-        names = ("name", "torch", "addresses", "disks", "read_only", "limits", "memory_gib", "clock_s", "transfer_s")
-        told = {name: getattr(self, name) for name in names}
+        told = {name: getattr(self, name) for name in TOLD}
         return f"TOLD = __import__('json').loads({json.dumps(told)!r})\n{INSIDE}\n{self.code}\n"
 
 
@@ -271,6 +285,17 @@ H200 = {
 }
 """A healthy H200 at rest."""
 
+INTERFACES = {
+    "lo": {"up": True, "mtu": 65536, "speed": 0, "addresses": ["127.0.0.1"]},
+    "eth0": {"up": True, "mtu": 9000, "speed": 100000, "addresses": ["10.0.0.7"]},
+    "ib0": {"up": True, "mtu": 4092, "speed": 400000, "addresses": ["10.1.0.7"]},
+}
+INFINIBAND = {"mlx5_0/1": ("4: ACTIVE", "400 Gb/sec (4X NDR)")}
+
+TOLD = ("name", "torch", "addresses", "interfaces", "disks", "read_only", "noexec", "limits", "memory_gib", "clock_s",
+        "transfer_s")  # fmt: skip
+"""Facts that the node's programs are told."""
+
 TORCH: dict[str, object] = {"devices": ["NVIDIA H200"], "capability": [9, 0], "cuda": "13.0", "nccl": True}
 
 SMI = """
@@ -286,7 +311,7 @@ if question.startswith("--query-gpu="):
 if question.startswith("--query-compute-apps="):
     for row in processes:
         print(", ".join(str(value) for value in row))
-if question == "topo":
+if question == "topo" and len(gpus) > 1:
     names = [f"GPU{number}" for number in range(len(gpus))]
     print("\\t".join(["", *names, "CPU Affinity"]))
     for own in names:
@@ -298,9 +323,10 @@ INSIDE = """
 import os, time
 if 'preflight' in IN:
     import resource, socket
-    for name, value in TOLD['limits'].items():
-        number = getattr(resource, 'RLIMIT_' + name.upper())
-        resource.setrlimit(number, (value, resource.getrlimit(number)[1]))
+    limits = {getattr(resource, 'RLIMIT_' + name.upper()): value for name, value in TOLD['limits'].items()}
+    def told_limits(number, real=resource.getrlimit):
+        return (limits[number], resource.RLIM_INFINITY) if number in limits else real(number)
+    resource.getrlimit = told_limits
     def told_addresses(host, port=0, *_, real=socket.getaddrinfo, **how):
         if host not in (socket.gethostname(), TOLD['name']) or 'preflight.collectives' in IN:
             return real(host, port, *_, **how)
@@ -317,8 +343,7 @@ if 'preflight' in IN:
             free, inodes = TOLD['disks'][folder]
             values[3] = values[4] = free // values[1]
             values[6] = values[7] = inodes
-        if any(map(below, TOLD['read_only'])):
-            values[8] |= os.ST_RDONLY
+        values[8] |= os.ST_RDONLY * any(map(below, TOLD['read_only'])) | os.ST_NOEXEC * any(map(below, TOLD['noexec']))
         return os.statvfs_result(values)
     os.statvfs = told_statvfs
     def refused(path, mode):
@@ -347,10 +372,16 @@ if 'preflight.torch_facts' in IN:
     import preflight.torch_facts as t
     real_facts = t.facts
     t.facts = lambda: real_facts() | TOLD['torch']
-if 'preflight.host' in IN and TOLD['memory_gib'] is not None:
-    import psutil
-    real_memory = psutil.virtual_memory
-    psutil.virtual_memory = lambda: real_memory()._replace(available=int(TOLD['memory_gib'] * 2**30))
+if 'preflight.host' in IN:
+    import psutil, types
+    fields = {name: {'isup': told['up'], **told} for name, told in TOLD['interfaces'].items()}
+    psutil.net_if_stats = lambda: {name: types.SimpleNamespace(**told) for name, told in fields.items()}
+    psutil.net_if_addrs = lambda: {
+        name: [types.SimpleNamespace(address=address) for address in told['addresses']] for name, told in fields.items()
+    }
+    if TOLD['memory_gib'] is not None:
+        real_memory = psutil.virtual_memory
+        psutil.virtual_memory = lambda: real_memory()._replace(available=int(TOLD['memory_gib'] * 2**30))
 if 'preflight.collectives' in IN and TOLD['transfer_s']:
     import preflight.collectives as c
     def slow(*given, real=c.transfer):

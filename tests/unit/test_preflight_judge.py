@@ -222,8 +222,29 @@ def test_512_nodes_are_judged_in_two_seconds() -> None:
 
 def test_rows_of_the_report_are_states_not_nodes() -> None:
     verdict = judge([node(f"node{i}", package_finding()) for i in range(64)], [])
-    assert report.text(verdict).count("node(s):") == 1
-    assert len(report.text(verdict).splitlines()) < 40
+    head, empty, columns, row = report.text(verdict).splitlines()
+    assert (head, empty, columns.split()) == ("PASS: 64 node(s)", "", ["nodes", "worst", "checks", "state"])
+    assert row.split()[:2] == ["64", "pass"]
+
+
+def test_an_odd_state_has_a_row_that_says_in_what_it_differs() -> None:
+    odd = package_finding(version="2.12.0", declared="2.12.0")
+    verdict = judge([*(node(f"node{i}", package_finding()) for i in range(5)), node("node7", odd)], ["node9"])
+    lines = report.text(verdict).splitlines()
+    assert lines[0].startswith("FAIL node7: fail: import.torch")
+    assert lines[0].endswith("(and 1 more)")
+    assert lines[1].strip().startswith("node9: silent: node.answer")
+    rows = lines[lines.index("") + 2 :]
+    assert [row.split()[:2] for row in rows] == [["1", "fail"], ["1", "silent"], ["5", "pass"]]
+    assert rows[0].endswith("import.torch: node7")
+    assert rows[1].endswith("node.answer: node9")
+
+
+def test_the_report_stays_on_one_screen_whatever_is_wrong() -> None:
+    nodes = [node(f"node{i}", package_finding(version=f"2.{i}.0", declared=f"2.{i}.0")) for i in range(64)]
+    lines = report.text(judge(nodes, [])).splitlines()
+    assert len(lines) <= 30
+    assert "states in report.html" in lines[-1]
 
 
 def test_the_json_document_round_trips_and_the_page_escapes() -> None:

@@ -7,15 +7,18 @@ import os
 import resource
 import shutil
 import socket
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from configs import runfolder
 from configs.schema import Config, DataConfig, ModelConfig, SlurmConfig
-from preflight import device, environment, files, host, imports, known_bad, mounts
+from preflight import baseline, device, environment, files, host, imports, known_bad, mounts, network
 from preflight.setting import Setting
-from preflight.states import Finding
+from preflight.states import Finding, NodeReport
+from tests.bench.preflight_node import H200
 
 MOUNTINFO = """\
 22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
@@ -25,13 +28,12 @@ MOUNTINFO = """\
 43 22 0:38 / /work rw - nfs filer:/work rw
 44 43 0:39 / /work rw - xfs /dev/nvme1n1 rw
 """
-GPU = ["0", "NVIDIA H200", "GPU-1", "580.159.04", "143771", "4", "Enabled", "0", "0x0000000000000000", "Enabled",
-       "Disabled", "1980", "1980", "75.20", "31", "0"]  # fmt: skip
 
 
 def gpu(**changes: str) -> list[str]:
-    fields = dict(zip(device.FIELDS, GPU, strict=True))
-    return list((fields | {name.replace("__", "."): value for name, value in changes.items()}).values())
+    """One row of nvidia-smi's answer, a healthy H200's but for `changes`."""
+    fields = H200 | {name.replace("__", "."): value for name, value in changes.items()}
+    return [fields[name] for name in device.FIELDS]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,69 @@ def test_no_room_and_no_inodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert host.check_disk(setting).state == "fail"
 
 
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As a quota or a read-only mount would have it."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    finding = host.check_disk(Setting(run=tmp_path))
+    assert finding.state == "fail"
+    assert f"{tmp_path} cannot be written: Disk quota exceeded" in finding.found
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernels_cannot_be_loaded_from_a_noexec_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs
+
+    def noexec(folder: str | Path) -> os.statvfs_result:
+        values = list(real(folder)[:10])
+        return os.statvfs_result((*values[:8], values[8] | os.ST_NOEXEC, values[9]))
+
+    monkeypatch.setattr(os, "statvfs", noexec)
+    assert host.check_cache(Setting(run=Path("/tmp"))).state == "pass"
+    finding = host.check_cache(Setting(Config(slurm=SlurmConfig(gpus_per_node=1)), Path("/tmp")))
+    assert finding.state == "fail"
+    assert "noexec" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ("eth", True),
+        ("=eth0", True),
+        ("=eth", False),
+        ("ib", False),
+        ("ib,eth", True),
+        ("^lo", True),
+        ("^lo,eth", False),
+    ],
+)
+def test_interfaces_that_variables_name(monkeypatch: pytest.MonkeyPatch, wanted: str, found: bool) -> None:
+    up = SimpleNamespace(isup=True, mtu=9000, speed=100000)
+    down = SimpleNamespace(isup=False, mtu=4092, speed=0)
+    monkeypatch.setattr("psutil.net_if_stats", lambda: {"lo": up, "eth0": up, "ib0": down})
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": [SimpleNamespace(address="10.0.0.7")]})
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(2, 1, 6, "", ("10.0.0.7", 0))])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
+    finding = network.check_network(Setting())
+    assert finding.state == ("pass" if found else "fail")
+    if found:
+        assert (finding.facts["interface"], finding.facts["mtu"], finding.facts["speed_mbit"]) == ("eth0", 9000, 100000)
+    else:
+        assert f"NCCL_SOCKET_IFNAME is {wanted!r}" in finding.found
+
+
+def test_states_of_infiniband_ports(tmp_path: Path) -> None:
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert network.infiniband(tmp_path) == {"mlx5_0/1": "ACTIVE 400 Gb/sec (4X NDR)"}
+    assert network.infiniband(tmp_path / "none") == {}
+
+
 def test_a_clock_far_from_the_file_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert host.check_clock(Setting(run=tmp_path)).state == "pass"
     now = host.time.time()
@@ -125,7 +190,7 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    assert host.check_name(Setting()).state == "fail"
+    assert network.check_name(Setting()).state == "fail"
 
 
 def test_data_and_model_by_size_and_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +252,8 @@ def test_a_healthy_gpu_passes() -> None:
         ({"utilization__gpu": "99"}, [], "device.busy", "99% busy"),
         ({"ecc__errors__uncorrected__volatile__total": "2"}, [], "device.ecc", "2 uncorrected"),
         ({"clocks_throttle_reasons__active": "0x0000000000000048"}, [], "device.throttled", "hardware slowdown, hardw"),
+        ({"pcie__link__width__current": "8"}, [], "device.pcie", "8 of 16 PCIe lanes"),
+        ({"compute_mode": "Prohibited"}, [], "device.mode", "Prohibited"),
     ],
 )
 def test_unfit_gpus(changes: dict[str, str], apps: list[list[str]], check: str, words: str) -> None:
@@ -205,6 +272,44 @@ def test_a_missing_gpu() -> None:
     (finding,) = device.judge_gpus([gpu()], [], 2)
     assert finding.state == "fail"
     assert "1 GPUs are here, 2 are wanted" in finding.found
+
+
+@pytest.mark.parametrize("name", device.ALIKE)
+def test_one_gpu_that_is_not_as_the_others_of_its_node(name: str) -> None:
+    rows = [gpu(index=str(index), uuid=f"GPU-{index}", **({name: "42"} if index == 3 else {})) for index in range(4)]
+    (finding,) = [finding for finding in device.judge_gpus(rows, [], 4) if finding.state != "pass"]
+    assert finding.check == "device.unlike"
+    assert finding.found.startswith(f"{name} is ")
+    assert finding.found.endswith("on 3 of 4 GPUs, but GPU 3: 42")
+
+
+MATRIX = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tPHB\tNODE\t0-47\t0
+GPU1\tNV18\t X \tNV18\tNODE\t0-47\t0
+GPU2\tPHB\tNV18\t X \tNODE\t0-47\t0
+NIC0\tNODE\tNODE\tNODE\t X \t\t
+
+Legend:
+  X    = Self
+"""
+
+
+def test_links_between_gpus() -> None:
+    finding = device.judge_links(MATRIX)
+    assert finding.facts == {"links": {"0-1": "NV18", "0-2": "PHB", "1-2": "NV18"}}
+    assert finding.found == "NV18 between 2 pair(s), PHB between 1 pair(s)"
+    assert device.judge_links("no such command").state == "broken"
+
+
+def test_gpus_at_rest_are_kept_for_later_readings(tmp_path: Path) -> None:
+    rows = [gpu(index="1", uuid="GPU-2", power__draw="[N/A]"), gpu(utilization__memory="1")]
+    answer = NodeReport("a node/1", tuple(device.judge_gpus(rows, [], 2)))
+    runfolder.write_json(baseline.answer_path(tmp_path, 3, "a node/1"), answer.to_json())
+    first, second = baseline.at_rest(tmp_path, 3, "a node/1")
+    assert first == baseline.AtRest(0, "GPU-1", 0.0, 1.0, 78.2, 345.0, 1980.0, 37.0)
+    assert (second.index, second.uuid, second.power_w) == (1, "GPU-2", None)
+    assert baseline.at_rest(tmp_path, 2, "a node/1") == ()
 
 
 def stand_in(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Setting:
@@ -320,6 +425,29 @@ def test_rows_are_asked_with_what_the_checks_found() -> None:
     ]
 
 
+def test_data_whose_end_was_not_copied(tmp_path: Path) -> None:
+    """A file of the full size whose second half is zeros, as an interrupted copy leaves it."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.write_bytes(b"a" * 10**6)
+    cut.write_bytes(b"a" * 500_000 + b"\0" * 500_000)
+    size, _, digest = files.fingerprint(whole)["whole"].partition(":")
+    other_size, _, other = files.fingerprint(cut)["cut"].partition(":")
+    assert size == other_size == "1000000"
+    assert digest != other
+
+
+def test_a_shared_library_that_was_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p/lib.so.2").write_bytes(b"x" * 100)
+    (tmp_path / "p-1.dist-info").mkdir()
+    (tmp_path / "p-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: p\nVersion: 1\n")
+    (tmp_path / "p-1.dist-info/RECORD").write_text("p/lib.so.2,sha256=AAAA,100\n")
+    (package,) = metadata.distributions(path=[str(tmp_path)])
+    assert imports.changed(package) == []
+    (tmp_path / "p/lib.so.2").write_bytes(b"x" * 99)
+    assert imports.changed(package) == ["p/lib.so.2"]
+
+
 def test_sources_of_an_editable_package_are_hashed(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/a.py").write_text("x = 1")
@@ -327,3 +455,13 @@ def test_sources_of_an_editable_package_are_hashed(tmp_path: Path) -> None:
     assert imports.sources(tmp_path) == before
     (tmp_path / "deep/a.py").write_text("x = 2")
     assert imports.sources(tmp_path) != before
+
+
+def test_frozen_code_is_hashed_whole_but_for_what_python_compiles(tmp_path: Path) -> None:
+    (tmp_path / "configs/__pycache__").mkdir(parents=True)
+    (tmp_path / "configs/digits.yaml").write_text("a: 1")
+    before = imports.sources(tmp_path, "*")
+    (tmp_path / "configs/__pycache__/a.pyc").write_text("x")
+    assert imports.sources(tmp_path, "*") == before
+    (tmp_path / "configs/digits.yaml").write_text("a: 2")
+    assert imports.sources(tmp_path, "*") != before
