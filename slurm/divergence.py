@@ -20,10 +20,15 @@ UNEQUAL_BY_NATURE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_si
 """Kinds whose inputs may differ in size from rank to rank."""
 SAME_PLACE_LINES = 3
 """Two calls this few lines apart are the same statement with another branch."""
+PAIRS = " pairs"
+"""Ends the names of groups whose calls are between two ranks alone."""
 CONTEXT = 8
 """Collectives before the one in question that have to be the same for an earlier update to count as precedent."""
-STAGES = {"load": 0, "compile": 1, "forward": 2, "reduce": 3, "optimizer": 4, "evaluate": 5, "save": 6, "done": 7}
+ORDERED = ("load", "data", "compile", "forward", "reduce", "optimizer", "evaluate", "save", "done")
+STAGES = {name: place for place, name in enumerate(ORDERED)}
 """Order of the phases of an update; forward and backward alternate from pack to pack."""
+OPTIONAL = frozenset({"evaluate", "save"})
+"""Phases that not every update has."""
 BY_PACK = frozenset({"first_update", "forward", "backward"})
 
 Way = Literal["missing", "extra", "kind", "size", "dtype"]
@@ -48,7 +53,7 @@ class Divergence:
 
 def earliest(rings: Mapping[int, Ring]) -> Divergence | None:
     """The first divergence over all groups; None where all that can be compared is equal."""
-    groups = sorted({one.group for ring in rings.values() for one in ring})
+    groups = sorted({one.group for ring in rings.values() for one in ring if not one.group.endswith(PAIRS)})
     found = [each for group in groups if (each := _in_group(group, rings)) is not None]
     return min(found, key=lambda each: each.theirs.started, default=None)
 
@@ -107,6 +112,8 @@ def _way(
         if theirs.kind != others.kind:
             return "kind"
         return "size" if theirs.sizes != others.sizes else "dtype"
+    if theirs.phase in OPTIONAL and others.phase not in OPTIONAL and theirs.update <= others.update:
+        return "extra"
     if _position(theirs) != _position(others):
         return "missing" if _position(theirs) > _position(others) else "extra"
     known = {(one.where, one.kind) for calls in (mine, reference) for n, one in calls.items() if n < theirs.number}

@@ -88,6 +88,13 @@ def functions(stack: Stack) -> tuple[tuple[str, str], ...]:
     return tuple((frame.file, frame.name.rpartition(".")[2]) for frame in frames)
 
 
+def own_functions(stack: Stack) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Python functions of the main thread, and of every thread beside it that is in our own code."""
+    beside = [python_frames(thread) for thread in stack.threads if not thread.main and own_frame(thread)]
+    found = [tuple((frame.file, frame.name.rpartition(".")[2]) for frame in shown) for shown in beside]
+    return functions(stack), *sorted(found)
+
+
 def place(frame: Frame) -> str:
     """`file:line` of a frame."""
     return f"{frame.file}:{frame.line}" if frame.line else frame.file

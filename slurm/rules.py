@@ -14,7 +14,7 @@ from typing import Literal
 
 from slurm import causes, divergence, frames, memory, wording
 from slurm.evidence import Collective
-from slurm.stacks import Thread
+from slurm.stacks import Thread, python_frames
 from slurm.views import Case, View
 
 Kind = Literal[
@@ -234,9 +234,18 @@ def moves(case: Case) -> Finding | None:
     if not moving or _unexcused(case):
         return None
     view = moving[0]
-    starved = _in_files(view, DATA_FILES) is not None
+    thread = _in_files(view, DATA_FILES)
     clause = f"not a hang yet: {wording.name([view])} moves{wording.inside(view)} ({wording.standing(view)})"
-    return Finding("data_starved" if starved else "slow_alive", (), clause, view.where, ends=False, sure="medium")
+    return Finding("data_starved" if thread else "slow_alive", (), clause, view.where, ends=False, sure="medium")
+
+
+def in_time(case: Case) -> Finding | None:
+    """Nothing is past its deadline: where the ranks are is told, and nobody is at fault for it."""
+    if case.alarm.limit <= 0 or case.alarm.age > case.alarm.limit or case.ended:
+        return None
+    now = decide(case, RULES[RULES.index(in_time) + 1 :])
+    clause = f"no rank is past its deadline; at this moment {now.clause}"
+    return Finding("slow_alive", (), clause, now.where, ends=False, sure="medium")
 
 
 def stopped(case: Case) -> Finding | None:
@@ -373,6 +382,7 @@ RULES: tuple[Rule, ...] = (
     straggles,
     goes_on,
     moves,
+    in_time,
     stopped,
     diverged,
     stalls_in_save,
@@ -536,15 +546,18 @@ def _in_save(view: View) -> bool:
 
 
 def _in_files(view: View, files: re.Pattern[str]) -> Thread | None:
-    """The thread with its innermost own frame in one of `files`, in every round."""
-    found = None
-    for stack in view.stacks:
-        threads = sorted(stack.threads, key=lambda thread: thread.main)
-        inside = [one for one in threads if (own := frames.own_frame(one)) is not None and files.search(own.file)]
-        if not inside:
-            return None
-        found = inside[0]
-    return found
+    """The thread to look at where the main thread is, in every round, below a frame in one of `files`.
+
+    A thread beside it that works there, in the main thread's place, comes before the main thread.
+    """
+    if not view.stacks or not all(_below(stack.main, files) for stack in view.stacks):
+        return None
+    stack = view.stacks[-1]
+    return next((one for one in stack.threads if not one.main and _below(one, files)), stack.main)
+
+
+def _below(thread: Thread | None, files: re.Pattern[str]) -> bool:
+    return thread is not None and any(files.search(frame.file) for frame in python_frames(thread))
 
 
 def _blocked(view: View) -> bool:

@@ -110,8 +110,8 @@ class View:
 
     @property
     def wandered(self) -> bool:
-        """Whether its main thread was in other functions in the second round."""
-        shown = [frames.functions(stack) for stack in self.stacks if stack.main is not None]
+        """Whether the main thread, or one beside it in our own code, was in other functions in the second round."""
+        shown = [frames.own_functions(stack) for stack in self.stacks if stack.main is not None]
         return len(set(shown)) > 1
 
     @property
