@@ -198,6 +198,8 @@ def _sbatch(config: Config) -> Iterator[str]:
             yield "slurm.extra.ntasks-per-node: use slurm.tasks_per_node instead"
         if name == "export" and text.split(",")[0] != "ALL":
             yield f"slurm.extra.export={text}: begin with ALL, else the steps of the job have no PATH"
+        if name == "distribution" and not text.startswith(("block", "*")):
+            yield f"slurm.extra.distribution={text}: begin with block, for ranks are counted node by node"
 
 
 def _time(config: Config) -> Iterator[str]:

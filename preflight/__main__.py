@@ -16,7 +16,7 @@ from configs import runfolder
 from configs.console import make_app, print_json, run
 from configs.errors import UserError
 from configs.schema import Config
-from preflight import pairs, report
+from preflight import drain, pairs, report
 from preflight.environment import without_secrets
 from preflight.judge import Verdict, judge
 from preflight.states import Finding, NodeReport
@@ -68,8 +68,9 @@ def collectives_command(
         for node, finding in found:
             print(f"{finding.state}: {node}: {finding.check}: {finding.found}")
         return 0 if all(finding.state == "pass" for _, finding in found) else 1
-    seconds = _config(run_folder)[0].preflight.collective_deadline_s
-    return 0 if ranks.test_rank(_folder(run_folder), run_folder, seconds).done else 1
+    config = _config(run_folder)[0]
+    seconds, gpus = config.preflight.collective_deadline_s, config.slurm.gpus_per_node
+    return 0 if ranks.test_rank(_folder(run_folder), run_folder, seconds, gpus).done else 1
 
 
 @app.command("judge")
@@ -77,6 +78,7 @@ def judge_command(
     run_folder: Annotated[Path, typer.Argument(help="Run folder.")],
     nodes: Annotated[str, typer.Option(help="Nodes that should have answered, separated by commas.")] = "",
     ranks: Annotated[int, typer.Option(help="Ranks whose collective test should have answered; 0: none.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Where all is well print nothing.")] = False,
     as_json: Json = False,
 ) -> int:
     """Compare all nodes' files and write report.txt, report.json and report.html."""
@@ -91,15 +93,21 @@ def judge_command(
     config, broken = _config(run_folder)
     if broken:
         reports.append(NodeReport("judge", tuple(broken)))
-    between = _between(folder, ranks, expected, config) if ranks else []
+    between = _between(folder, ranks, expected or [found.node for found in reports], config) if ranks else []
+    passes = tuple(finding for _, finding in between if finding.state == "pass")
+    reports = [dataclasses.replace(found, findings=(*found.findings, *passes)) for found in reports]
     verdict = judge(reports, expected, config.preflight.allow, received=time.time(), between=between)
+    text = report.text(verdict) + "".join(f"{line}\n" for line in _drains(verdict, expected))
     runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
     runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
-    runfolder.write_text(folder / "report.txt", report.text(verdict), run=run_folder)
-    if verdict.passed and not verdict.problems and len(verdict.nodes) == 1 and not as_json:
-        print(report.headline(verdict))
-        return 0
-    return _print(verdict, as_json)
+    runfolder.write_text(folder / "report.txt", text, run=run_folder)
+    if verdict.passed and not verdict.problems and not as_json:
+        if quiet:
+            return 0
+        if len(verdict.nodes) == 1:
+            print("; ".join([report.headline(verdict), *(finding.found for finding in passes)]))
+            return 0
+    return _print(verdict, as_json, text)
 
 
 @app.command("show")
@@ -114,12 +122,29 @@ def show_command(run_folder: Annotated[Path, typer.Argument(help="Run folder.")]
 
 
 def _between(folder: Path, ranks: int, nodes: list[str], config: Config) -> list[tuple[str, Finding]]:
-    """What the collective test says of each node. Ranks are dealt to nodes in order, as Slurm does by default."""
+    """What the collective test says of each node. Ranks are dealt to nodes in order, as Slurm does by default.
+
+    Where no rank at all has answered, the step did not begin, and no node is to blame for that.
+    """
     from preflight.ranks import read
 
+    answers = read(folder)
+    if not answers:
+        found = f"none of {ranks} ranks has answered: the collective test did not begin"
+        return [("the job", Finding("collective.join", "broken", found, "look at the end of the job's log"))]
     per_node = max(1, ranks // max(1, len(nodes)))
     node_of = {rank: nodes[min(rank // per_node, len(nodes) - 1)] for rank in range(ranks)} if nodes else {}
-    return pairs.judge_ranks(read(folder), ranks, node_of, config.preflight.min_pair_gib_s)
+    return pairs.judge_ranks(answers, ranks, node_of, config.preflight.min_pair_gib_s)
+
+
+def _drains(verdict: Verdict, nodes: list[str]) -> list[str]:
+    """What an administrator may run for each unfit node of a Slurm job; where all of several are, no node is odd."""
+    bad = [node for node in verdict.bad_nodes if node in nodes]
+    if len(bad) == len(nodes) > 1:
+        return []
+    worst = {problem.node: problem.finding for problem in reversed(verdict.problems) if not problem.allowed}
+    commands = [drain.command(node, f"{worst[node].check}: {worst[node].found}") for node in bad]
+    return ["", "for the administrator, to take the unfit nodes out of service:", *commands] if commands else []
 
 
 def _config(run_folder: Path | None) -> tuple[Config, list[Finding]]:
@@ -146,8 +171,8 @@ def _folder(run_folder: Path) -> Path:
     return run_folder / runfolder.PREFLIGHT / str(runfolder.current_attempt(run_folder))
 
 
-def _print(verdict: Verdict, as_json: bool) -> int:
-    sys.stdout.write(report.text(verdict))
+def _print(verdict: Verdict, as_json: bool, text: str | None = None) -> int:
+    sys.stdout.write(report.text(verdict) if text is None else text)
     if as_json:
         print_json(report.document(verdict))
     return 0 if verdict.passed else 1

@@ -29,8 +29,14 @@ def place_of(environment: Mapping[str, str]) -> tuple[int, int, int]:
     raise UserError("which rank is this? start it with srun, set RANK, WORLD_SIZE and LOCAL_RANK, or give --spawn N")
 
 
-def test_rank(folder: Path, run: Path, seconds: float) -> RankReport:
-    """Run this rank's test and leave its answer in `folder`, the attempt's preflight folder."""
+def test_rank(folder: Path, run: Path, seconds: float, gpus: int) -> RankReport:
+    """Run this rank's test and leave its answer in `folder`, the attempt's preflight folder.
+
+    gpus: of this node that the run uses; 0: its ranks compute on the CPU, whatever the node has.
+    """
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     rank, world, local_rank = place_of(os.environ)
     place = {"rank": rank, "world": world, "local_rank": local_rank, "node": node_name(), "seconds": seconds}
     told = json.dumps({**place, "folder": str(folder / FOLDER)})
@@ -46,7 +52,7 @@ def spawn(run: Path, ranks: int) -> None:
     """Start the tests of `ranks` ranks on this machine and wait for all."""
     started = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         argv = [sys.executable, "-m", "preflight", "collectives", str(run)]
         started.append(subprocess.Popen(argv, env=os.environ | own, stdin=subprocess.DEVNULL))
     for program in started:

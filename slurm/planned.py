@@ -6,18 +6,24 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import lengths, plan_summary
+from prefix_train import budget, lengths, plan_summary
+from prefix_train.budget import GIB, Shape
+from prefix_train.lengths import LengthIndex
+from prefix_train.plan import Plan
 
 MOST_EXAMPLES = 20_000
 """Beyond this, planning alone takes longer than an answer on a login node should."""
 
-NO_INDEX = "there is no length index yet: the job makes it first (so does `prefix-train plan CONFIG`)"
+NO_INDEX = "made by the job, for there is no length index yet (`prefix-train plan CONFIG` writes it)"
 
 FIGURES = ("packs", "updates", "examples", "positions", "logical_tokens", "ratio", "digest")
 
 
 def sketch(config: Config) -> dict[str, Any]:
-    """Figures of the first epoch's plan under `known`, or under `unknown` why there are none."""
+    """Figures of the first epoch's plan under `known`, or under `unknown` why there are none.
+
+    `memory` of `known`: predicted bytes of the pack with the most positions, on each GPU and pinned on each node.
+    """
     if not lengths.index_path(config).exists():
         return {"unknown": NO_INDEX}
     try:
@@ -26,24 +32,43 @@ def sketch(config: Config) -> dict[str, Any]:
             tokens, least = int(index.lengths.sum()), int(index.forest.length.sum())
             return {"known": {"examples": len(index.forest), "logical_tokens": tokens, "least_positions": least}}
         run = lengths.run_plan(config, index)
-        summary = plan_summary.summary(run.epoch(0))
+        plan = run.epoch(0)
+        memory = _memory(config, index, plan)
     except UserError as error:
         return {"unknown": str(error)}
-    return {"known": {**{name: summary[name] for name in FIGURES}, "updates_in_run": run.total}}
+    summary = plan_summary.summary(plan)
+    return {"known": {**{name: summary[name] for name in FIGURES}, "updates_in_run": run.total, "memory": memory}}
 
 
-def line(found: dict[str, Any]) -> str:
+def _memory(config: Config, index: LengthIndex, plan: Plan) -> dict[str, int]:
+    """What the budget says of the largest pack."""
+    pack = max(plan.packs, key=lambda pack: (pack.positions, pack.pairs))
+    rows = int(index.targets[list(pack.members)].sum())
+    found = budget.predict(config, Shape.of(pack.lengths, pack.parents, rows))
+    sizes = {"gpu_bytes": found.total("gpu"), "host_bytes_per_node": found.total("host")}
+    return {"positions": pack.positions, **sizes}
+
+
+def lines(config: Config, found: dict[str, Any]) -> list[str]:
     """`sketch`'s answer for people."""
     if "unknown" in found:
-        return "made by the job" if found["unknown"] == NO_INDEX else f"not known: {found['unknown']}"
+        why = found["unknown"] if found["unknown"] == NO_INDEX else f"not known: {found['unknown']}"
+        return [f"plan    {why}", "memory  not known without a plan"]
     known = found["known"]
     if "packs" not in known:
-        return (
-            f"{known['examples']:,} examples of {known['logical_tokens']:,} tokens, {known['least_positions']:,} "
-            "positions at best; for packs and updates: prefix-train plan CONFIG"
+        plan = (
+            f"plan    {known['examples']:,} examples of {known['logical_tokens']:,} tokens, "
+            f"{known['least_positions']:,} positions at best"
         )
-    return (
-        f"{known['updates_in_run']:,} updates, {known['updates']:,} per epoch; {known['examples']:,} examples in "
-        f"{known['packs']:,} packs: {known['positions']:,} positions for {known['logical_tokens']:,} logical tokens, "
-        f"{known['ratio']:.1f} times fewer"
+        more = "packs, updates and memory: prefix-train plan CONFIG, prefix-train budget CONFIG"
+        return [plan, f"memory  not known yet; {more}"]
+    plan = (
+        f"plan    {known['updates_in_run']:,} updates, {known['updates']:,} per epoch; {known['examples']:,} examples "
+        f"in {known['packs']:,} packs: {known['positions']:,} positions for {known['logical_tokens']:,} logical "
+        f"tokens, {known['ratio']:.1f} times fewer"
     )
+    memory = known["memory"]
+    where = "on each GPU" if config.slurm.gpus_per_node else "for each rank"
+    pinned = f"{memory['host_bytes_per_node'] / GIB:.1f} GiB pinned on each node"
+    sizes = f"{memory['gpu_bytes'] / GIB:.1f} GiB {where}, {pinned}"
+    return [plan, f"memory  {sizes}, predicted for the largest pack ({memory['positions']:,} positions)"]

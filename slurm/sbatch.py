@@ -21,26 +21,30 @@ from configs import runfolder
 from configs.errors import UserError
 from configs.rules import time_limit_s
 from configs.schema import Config
-from slurm import acts, life
+from slurm import acts, life, scheduler
 from slurm.acts import Act
 from slurm.finish import GATE_FAILED
+from slurm.scheduler import NoAnswer
 
 FOLDER = "submitit"
 """Folder within the run folder that is submitit's own: mode 0700, for it holds a pickled call."""
 
-START_S = 60
-"""Time for a step to start on every node."""
-
 ELEMENT = "%a"
 """How Slurm writes an array element's number in the names of output files."""
 
-LEAKS = ("SLURM", "SBATCH", "SRUN", "SUBMITIT", "PMI")
+LEAKS = ("SLURM", "SBATCH", "SRUN", "SUBMITIT", "PMI", "TORCHELASTIC")
 """Beginnings of variables that a job's environment must not bring into a job submitted from within it."""
+PLACE = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""Variables that give a process a place among torch's ranks: those of the shell that submits are not the job's."""
 
 
 def without_leaks(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without what an outer job left in it; SLURM_CONF stays, it says where the cluster is."""
-    return {name: text for name, text in environment.items() if name == "SLURM_CONF" or not name.startswith(LEAKS)}
+
+    def stays(name: str) -> bool:
+        return name == "SLURM_CONF" or (name not in PLACE and not name.startswith(LEAKS))
+
+    return {name: text for name, text in environment.items() if stays(name)}
 
 
 def script(config: Config, run: Path, members: int = 0) -> str:
@@ -72,16 +76,32 @@ def _submit(config: Config, folder: Path, runs: Sequence[Path], members: int) ->
 
     if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
         raise UserError(f"no {missing[0]} here: submit from a login node of the cluster, or give cluster=local")
-    make_folder(folder)
-    # submitit also prints what sbatch says to stderr; the error below says it.
-    with _environment(without_leaks(os.environ)), redirect_stderr(io.StringIO()):
-        try:
+    try:
+        make_folder(folder)
+        # submitit also prints what sbatch says to stderr; the error below says it.
+        with _environment(without_leaks(os.environ)), redirect_stderr(io.StringIO()):
             jobs = _executor(config, folder, members).map_array(run_rank, [str(run) for run in runs])
-        except (FailedJobError, FailedSubmissionError) as error:
-            raise UserError(f"Slurm refused the job: {error}") from error
-    for run, job in zip(runs, jobs, strict=True):
-        runfolder.write_text(run / runfolder.JOB, f"{job.job_id}\n")
-    return [str(job.job_id) for job in jobs]
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise UserError(f"Slurm refused the job: {error}") from error
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from error
+    ids = [str(job.job_id) for job in jobs]
+    _record(runs, ids)
+    return ids
+
+
+def _record(runs: Sequence[Path], jobs: Sequence[str]) -> None:
+    """Write each run's job into its folder. A job that cannot be found again from there is taken back."""
+    try:
+        for run, job in zip(runs, jobs, strict=True):
+            runfolder.write_text(run / runfolder.JOB, f"{job}\n")
+    except OSError as error:
+        number = jobs[0].partition("_")[0]
+        try:
+            scheduler.ask("scancel", number)
+        except NoAnswer as silence:
+            raise UserError(f"{error}; job {number} is submitted: cancel it ({silence})") from error
+        raise UserError(f"{error}; job {number} was cancelled") from error
 
 
 def make_folder(run: Path) -> Path:
@@ -150,7 +170,9 @@ def _setup(config: Config, run: Path) -> Iterator[str]:
         yield _act(act, config, run)
     log = f"--output={run / runfolder.LOGS / 'watch-%j-%n.log'}"
     watch = _node_step(config, "--overlap", "--mem=0", log)
-    yield f"{watch} {_line(acts.command('slurm.watch', str(run)), run)} &"
+    # srun tells how the watchers ended when the job's last line may be out: not in the job's log.
+    said = f'>>"$PREFIX_TRAIN_RUN/{runfolder.LOGS}/watch-$SLURM_JOB_ID.log" 2>&1'
+    yield f"{watch} {_line(acts.command('slurm.watch', str(run)), run)} {said} &"
 
 
 def _folder(run: Path) -> str:
@@ -169,10 +191,11 @@ def _teardown(run: Path) -> Iterator[str]:
 
 def _act(act: Act, config: Config, run: Path) -> str:
     line = _line(act.argv, run)
-    if act.where == "node":
+    if act.where != "once":
         # A node that does not even start its task would keep srun for ever; the judge sees who is missing.
-        patience = math.ceil(config.preflight.deadline_s) + START_S
-        line = f"timeout --kill-after=10 {patience} {_node_step(config)} {line}"
+        patience = math.ceil(act.seconds + config.preflight.start_s)
+        step = _node_step(config) if act.where == "node" else _rank_step(config)
+        line = f"timeout --kill-after=10 {patience} {step} {line}"
     if act.name == acts.GATE:
         finish = _line(acts.command("slurm.finish", str(run), f"{act.name}:1"), run)
         nodes = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"'
@@ -185,6 +208,13 @@ def _node_step(config: Config, *options: str) -> str:
     nodes = config.slurm.nodes
     counts = ("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
     return shlex.join((*counts, *options, *_step_options(config)))
+
+
+def _rank_step(config: Config) -> str:
+    """srun with one task for every rank, dealt to the nodes and with the devices of the training step."""
+    slurm = config.slurm
+    counts = (f"--nodes={slurm.nodes}", f"--ntasks={config.ranks}", f"--ntasks-per-node={slurm.tasks_per_node}")
+    return shlex.join(("srun", *counts, *_step_options(config)))
 
 
 def _step_options(config: Config) -> list[str]:

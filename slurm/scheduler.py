@@ -115,10 +115,7 @@ def job_states(jobs: Sequence[str], timeout_s: float = ANSWER_S) -> tuple[dict[s
     if not jobs:
         return known, silences
     try:
-        lines = ask("squeue", "-h", "-r", "-t", "all", "--me", "-o", "%i|%T|%r", timeout_s=timeout_s).splitlines()
-        known = {
-            job: JobState(state, reason, "squeue") for job, state, reason in (line.split("|", 2) for line in lines)
-        }
+        known = _queue(timeout_s)
     except NoAnswer as silence:
         silences.append(str(silence))
     rest = [job for job in jobs if job not in known]
@@ -130,3 +127,15 @@ def job_states(jobs: Sequence[str], timeout_s: float = ANSWER_S) -> tuple[dict[s
     except NoAnswer as silence:
         silences.append(str(silence))
     return {job: known[job] for job in jobs if job in known}, silences
+
+
+def in_queue(job: str, timeout_s: float = ANSWER_S) -> JobState | None:
+    """The state of `job` where it waits, runs or is ending; None where it has ended. Raises NoAnswer."""
+    state = _queue(timeout_s).get(job)
+    return None if state is None or state.over else state
+
+
+def _queue(timeout_s: float) -> dict[str, JobState]:
+    """This user's jobs that the controller has not forgotten, elements of arrays one by one."""
+    lines = ask("squeue", "-h", "-r", "-t", "all", "--me", "-o", "%i|%T|%r", timeout_s=timeout_s).splitlines()
+    return {job: JobState(state, reason, "squeue") for job, state, reason in (line.split("|", 2) for line in lines)}

@@ -14,6 +14,7 @@ from configs.compose import from_run
 from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
+from preflight import drain
 from slurm import deadlines, life, verdict
 from slurm.finish import ENDED_WELL
 from slurm.scheduler import JobState
@@ -172,3 +173,15 @@ def lives_of(run: Path) -> list[str]:
         without = f"; from then on without {', '.join(one.excluded)}" if one.excluded else ""
         lines.append(f"life {one.attempt} on {', '.join(one.nodes)}: {how} at update {one.update}{without}")
     return lines
+
+
+def drains(run: Path) -> list[str]:
+    """Commands by which an administrator takes the nodes out of service that this run found to be at fault.
+
+    Where a life points to all of several nodes none is odd, and none is named.
+    """
+    found = {}
+    for one in life.read(run):
+        odd = one.culprits if len(one.culprits) < max(2, len(one.nodes)) else ()
+        found |= {node: drain.command(node, f"{one.cause} at update {one.update} of {run.name}") for node in odd}
+    return list(found.values())

@@ -51,7 +51,7 @@ def table(found: Sequence[Standing]) -> str:
 
 
 def page(one: Standing) -> str:
-    """All of one run."""
+    """All of one run; `admin`: what an administrator can do about nodes that were at fault."""
     slurm = "no job" if one.job is None else f"job {one.job}: {_slurm(one)}"
     if one.slurm is not None:
         slurm += f" ({one.slurm.reason}; {one.slurm.source} says so)"
@@ -62,6 +62,7 @@ def page(one: Standing) -> str:
         f"update   {one.update} of {one.updates or '?'}{_figures(one)}",
     ]
     lines += [f"life     {line.removeprefix('life ')}" for line in standing.lives_of(one.run)]
+    lines += [f"admin    {command}" for command in standing.drains(one.run)]
     lines += [f"verdict  {one.verdict}"] if one.verdict else []
     lines += [f"end      {one.end}"] if one.end else []
     lines += [f"doubt    {doubt}" for doubt in one.doubts]

@@ -12,6 +12,7 @@ if not __package__:  # a script has its own folder on the path, not the one that
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(entry for entry in sys.path if Path(entry).resolve() != _here)]
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -21,6 +22,7 @@ import shutil
 import socket
 import time
 import unicodedata
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -31,11 +33,15 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import heartbeat
-from slurm import acts, finish, freeze, planned, sbatch, sweep
+from slurm import acts, finish, freeze, planned, sbatch, scheduler, standing, sweep
+from slurm.scheduler import NoAnswer
 from slurm.watch import is_alive
 
 LIVELY_S = 60.0
 """A rank of another machine that has beaten within so many seconds and left no word of its end is taken to run."""
+
+PATIENCE_S = 10.0
+"""How long Slurm may take here to say whether a job is in its queue: somebody is waiting."""
 
 MAX_NAME = 48
 """Letters of a run's name that go into its folder's name."""
@@ -70,6 +76,27 @@ def name_run(config: Config) -> Path:
             raise UserError(f"run_root: {root} contains {letter!r}, which PYTHONPATH or Slurm would misread")
     slug = re.sub(r"[^\w.-]+", "_", config.name)[:MAX_NAME].strip("._-") or "run"
     return root / f"{slug}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """What the block makes in `folder` stays only where nothing went wrong; what the disk refuses is a UserError."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        left = f"; remove {folder}, which is not whole" if folder.exists() else ""
+        raise UserError(f"run_root: {folder} cannot be made: {_reason(error)}{left}") from error
+
+
+def _reason(error: OSError) -> str:
+    """One sentence; shutil puts one after the other for all files that could not be copied."""
+    if isinstance(error, shutil.Error):
+        _, target, why = error.args[0][0]
+        return f"{target}: {why}"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def make_run(config: Config, run: Path) -> None:
@@ -107,14 +134,18 @@ def is_frozen(run: Path) -> bool:
     return os.path.samefile(__file__, run / runfolder.CODE / "slurm" / "submit.py")
 
 
-def describe(run: Path, plan: dict[str, Any]) -> str:
-    """Where the run is, what is planned, and how to follow it."""
-    return f"run     {run}\nplan    {planned.line(plan)}\n{follow(run)}"
+def describe(config: Config, run: Path, plan: dict[str, Any]) -> str:
+    """Where the run is, and what is planned."""
+    return "\n".join([f"run     {run}", *planned.lines(config, plan)])
 
 
-def follow(run: Path) -> str:
-    """How to see what rank 0 says."""
-    return f"follow  {shlex.join(['tail', '-F', str(run / runfolder.LOGS / 'rank0.log')])}"
+def follow(config: Config, run: Path, job: str | None = None) -> str:
+    """How to see where the run stands, and what its job and rank 0 say."""
+    logs = [str(run / runfolder.LOGS / name) for name in ([f"job-{job}.log"] if job else []) + ["rank0.log"]]
+    if config.cluster != "slurm":
+        return f"follow  {shlex.join(['tail', '-F', *logs])}"
+    status = shlex.join(["python", "-m", "slurm.status", str(run)])
+    return f"follow  {status}\nlogs    {shlex.join(['tail', '-F', *logs])}"
 
 
 def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
@@ -135,14 +166,17 @@ def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
             return 0
     if alive := still_running(run):
         raise UserError(f"{run} is still running: {alive}; wait for its end, or end it")
-    print(f"run     {run}\nresume  {finish.saved(run)}\n{follow(run)}", flush=True)
+    if not dry_run:
+        refuse_queued(run)
+    print(f"run     {run}\nresume  {finish.saved(run)}", flush=True)
     if dry_run:
-        print(f"\n{start_script(config, run)}", end="")
+        print(f"{follow(config, run)}\n\n{start_script(config, run)}", end="")
         return 0
     if config.cluster != "slurm":
+        print(follow(config, run), flush=True)
         become(run, "slurm.local", str(run))
     job = sbatch.submit(config, run)
-    print(f"job     {job}")
+    print(f"job     {job}\n{follow(config, run, job)}")
     if as_json:
         print_json({"run": str(run), "job": job})
     return 0
@@ -160,6 +194,27 @@ def still_running(run: Path) -> str | None:
     return None
 
 
+def refuse_queued(run: Path) -> None:
+    """UserError where the job that was submitted last for `run` is still in Slurm's queue.
+
+    Where Slurm does not answer that is said, and the heartbeats, which have been looked at, decide: a run that can be
+    gone on with shall not depend on a controller that is away.
+    """
+    if (job := standing.job_of(run)) is None:
+        return
+    try:
+        state = scheduler.in_queue(job, PATIENCE_S)
+    except NoAnswer as silence:
+        told = f"whether job {job} of this run is still in the queue is not known ({silence}); no rank of it runs"
+        print(told, file=sys.stderr, flush=True)
+        return
+    if state is not None:
+        raise UserError(
+            f"{run}: its job {job} is {state.state} ({state.reason}), and goes on with it; wait for its end, or give "
+            f"it up: scancel {job}"
+        )
+
+
 def start_array(config: Path, overrides: list[str], sweeps: list[str], dry_run: bool, as_json: bool) -> int:
     """Start every combination of the swept options as an element of one job array, each with its own run folder."""
     chosen = sweep.combinations(sweeps)
@@ -174,13 +229,10 @@ def start_array(config: Path, overrides: list[str], sweeps: list[str], dry_run: 
     if dry_run:
         print(f"\n{sbatch.script(composed[0], folder, len(runs))}", end="")
         return 0
-    for run, one in zip(runs, composed, strict=True):
-        make_run(one, run)
-    try:
+    with making(folder):
+        for run, one in zip(runs, composed, strict=True):
+            make_run(one, run)
         jobs = sbatch.submit_array(composed[0], folder, runs)
-    except UserError:
-        shutil.rmtree(folder)
-        raise
     status = shlex.join(["python", "-m", "slurm.status", "--root", str(folder)])
     print(f"jobs    {jobs[0]} to {jobs[-1]}\nfollow  {status}")
     if as_json:
@@ -216,20 +268,18 @@ def main(
     run, plan = name_run(composed), planned.sketch(composed)
     if dry_run:
         text = start_script(composed, run)
-        print(f"{describe(run, plan)}\n\n{text}", end="")
+        print(f"{describe(composed, run, plan)}\n{follow(composed, run)}\n\n{text}", end="")
         if as_json:
             print_json({"run": str(run), "plan": plan, "script": text})
         return 0
-    make_run(composed, run)
-    print(describe(run, plan), flush=True)
-    if composed.cluster != "slurm":
+    with making(run):
+        make_run(composed, run)
+        job = sbatch.submit(composed, run) if composed.cluster == "slurm" else None
+    print(describe(composed, run, plan))
+    if job is None:
+        print(follow(composed, run), flush=True)
         become(run, "slurm.local", str(run))
-    try:
-        job = sbatch.submit(composed, run)
-    except UserError:
-        shutil.rmtree(run)
-        raise
-    print(f"job     {job}")
+    print(f"job     {job}\n{follow(composed, run, job)}")
     if as_json:
         print_json({"run": str(run), "plan": plan, "job": job})
     return 0

@@ -99,7 +99,7 @@ status = int(os.environ.get("STANDIN_JUDGE_STATUS", "0"))
 folder = run / "preflight" / "0"
 folder.mkdir(parents=True, exist_ok=True)
 print("preflight", act, flush=True)
-if act == "run":
+if act != "judge":
     sys.exit(1)
 (folder / "report.txt").write_text("FAIL node7: import.torch: 2.9 instead of 2.13\\n" if status else "PASS\\n")
 sys.exit(status)
@@ -135,6 +135,7 @@ def make_clone(folder: Path) -> Path:
     (folder / "prefix_train" / "cli.py").write_text(CLI)
     (folder / "preflight").mkdir()
     (folder / "preflight" / "__init__.py").write_text("")
+    shutil.copy(ROOT / "preflight" / "drain.py", folder / "preflight")
     (folder / "preflight" / "__main__.py").write_text(textwrap.dedent(PREFLIGHT))
     (folder / "standin.yaml").write_text(CONFIG)
     return folder

@@ -43,8 +43,9 @@ def test_local_run_from_inside_the_clone(clone: Path) -> None:
     run = run_folder(clone / "runs")
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["run", str(run)]
-    assert lines[1] == "plan    made by the job"
-    assert lines[2] == f"follow  tail -F {run}/logs/rank0.log"
+    assert lines[1].startswith("plan    made by the job")
+    assert lines[2] == "memory  not known without a plan"
+    assert lines[3] == f"follow  tail -F {run}/logs/rank0.log"
     assert "rank 0 of 2 says hello" in lines
     assert "rank 1 of 2 says hello" not in lines
     assert lines[-2] == f"complete: answered exactly 93.0%; {run}/result.json"
@@ -181,6 +182,26 @@ def test_unknown_key_is_one_line_and_leaves_nothing(clone: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: argument `trian.updates=3`: unknown key trian.updates; did you mean train.updates?\n"
     assert not (clone / "runs").exists()
+
+
+@pytest.mark.parametrize("root", ["taken/runs", "/proc/runs"])
+def test_folder_that_cannot_be_made_is_one_line(clone: Path, root: str) -> None:
+    (clone / "taken").write_text("a file")
+    done = submit(clone, f"run_root={root}")
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: run_root: .*/demo-[^ ]* cannot be made: [^\n]+\n", done.stderr), done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "train.updates=2,3")])
+def test_disk_that_is_full_while_the_code_is_frozen(clone: Path, sweep: tuple[str, ...]) -> None:
+    """No file may have more than 8 KiB here, which fails in the middle of the copy as a full disk does."""
+    command, env = submit_command(clone, "cluster=slurm", *sweep, PYTHONDONTWRITEBYTECODE="1")
+    limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, cwd=clone, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"error: run_root: .* cannot be made: .*: .*File too large.*\n", done.stderr), done.stderr
+    assert list((clone / "runs").iterdir()) == []
 
 
 def started(clone: Path, *overrides: str, **popen: Any) -> tuple[subprocess.Popen[str], Path, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ import pytest
 from configs import compose, runfolder
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig, WatchConfig
 from prefix_train import heartbeat
-from slurm import scheduler, standing, status
+from slurm import life, scheduler, standing, status
+from slurm.policy import Life
 from slurm.scheduler import JobState, NoAnswer
 
 RUNNING = JobState("RUNNING", "None", "squeue")
@@ -176,3 +178,25 @@ def test_element_of_an_array_is_not_the_array() -> None:
     element = {"SLURM_JOB_ID": "70", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
     assert scheduler.job_id(element) == "70_3"
     assert scheduler.job_id({"SLURM_JOB_ID": "71"}) == "71"
+
+
+def test_nodes_at_fault_come_with_the_administrators_command(tmp_path: Path) -> None:
+    run = make(tmp_path / 'it\'s $(touch x); "a"\nb', nodes=2)
+    life.write(run, Life(0, "4711", ("n1", "n2"), "gate", 0, ("n1", "n2")))
+    life.write(run, Life(1, "4711", ("n1", "n2"), "died", 3, ("n2",), ("n2",)))
+    found = standing.look(run, None, time.time())
+    commands = standing.drains(run)
+    assert [f"admin    {command}" for command in commands] == [
+        line for line in status.page(found).splitlines() if line.startswith("admin")
+    ]
+    reason = 'died at update 3 of it\'s $(touch x); "a" b'
+    assert [shlex.split(command) for command in commands] == [
+        ["scontrol", "update", "NodeName=n2", "State=DRAIN", f"Reason={reason}"]
+    ]
+
+
+def test_a_job_is_in_the_queue_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "\n".join(f"{job}|{state}|None" for job, state in (("1", "PENDING"), ("2_0", "RUNNING"), ("3", "FAILED")))
+    monkeypatch.setattr(scheduler, "ask", lambda *_, **__: lines)
+    found = [scheduler.in_queue(job) for job in ("1", "2_0", "3", "4")]
+    assert [state and state.state for state in found] == ["PENDING", "RUNNING", None, None]
