@@ -18,7 +18,6 @@ import pytest
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.nodefolder import private_folder
-from configs.nodefolder import private_folder
 from configs.schema import Config
 from prefix_train import budget, heartbeat, lengths
 from slurm import acts, finish, freeze, job, life, planned, rank, sbatch, submit, verdict
