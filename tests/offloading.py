@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,8 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, PackConfig, TrainConfig
 from prefix_train import anatomy, budget, gradients, model, offload, step
 from prefix_train.collate import Batch
-from prefix_train.copies import Copier, LateCopier, Way
+from prefix_train.copies import Copier, Copy, LateCopier, Way
 from prefix_train.dist import Ranks
+from prefix_train.offload import Stored
+from tests import batches
 
 CHUNK = 4096
 """Bytes of a chunk, in place of 64 MiB: a tiny model's layer input takes several, the last of them not full."""
@@ -137,3 +141,62 @@ def needed(run: Trained, packs: Sequence[Batch]) -> int:
     width = run.stepper.root.anatomy.base.get_input_embeddings().embedding_dim
     itemsize = run.stepper.root.dtype.itemsize
     return sum(budget.pinned_bytes(run.offload.count, pack.positions, width, itemsize=itemsize) for pack in packs)
+
+
+COUNT = 7
+"""Examples of an update."""
+
+
+def fifty_updates(base: Any, offloaded: str, **given: Any) -> Iterator[dict[str, Tensor]]:
+    """Each update's gradients; packs of ever other sizes after each other, one to four in an update."""
+    examples = batches.make(base, COUNT)
+    updates = [batches.batches(examples, batches.regroup(COUNT, 1 + seed % 4, seed)) for seed in range(50)]
+    everything = [pack for packs in updates for pack in packs]
+    made = trained(copy.deepcopy(base), everything, offloaded, lr=1e-3, rank=2, dropout=0.3, **given)
+    for number, packs in enumerate(updates):
+        step.update(made.stepper, number, 1e-3, packs)
+        yield taken(made.stepper)
+    if made.offload is not None:
+        assert made.offload.pool.used == 0
+        assert made.offload.pool.peak == made.offload.pool.size
+        row = made.offload.count * 32 * 4
+        assert made.offload.copied == 2 * sum(row * pack.positions for pack in everything)
+
+
+# Faults. Each must show in the gradients.
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def plant_no_wait(kind: type[Copier], way: Way) -> Plant:
+    """Computing goes on without waiting for this way's copies. kind: a copier whose tickets have a `way`."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        wait = kind.wait
+        patch.setattr(kind, "wait", lambda self, ticket: None if ticket.way == way else wait(self, ticket))
+
+    return plant
+
+
+def plant_let_go(patch: pytest.MonkeyPatch) -> None:
+    """Memory goes back to the allocator while it is still being copied."""
+    init, nothing = Copy.__init__, torch.zeros(0)
+
+    def holding_nothing(self: Copy, *args: Any) -> None:
+        init(self, *args)
+        self._held = ((), ())
+
+    patch.setattr(Copy, "__init__", holding_nothing)
+    patch.setattr(offload, "_UnderWay", lambda copy, source, version: (copy, nothing, nothing._version))
+
+
+def plant_chunks_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Chunks are free again while their layer still waits for its backward."""
+    store = Stored.store
+
+    def planted(self: Stored, source: Tensor) -> Copy:
+        copy = store(self, source)
+        self._offload.pool.give(self._chunks)
+        return copy
+
+    patch.setattr(Stored, "store", planted)

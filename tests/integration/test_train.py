@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from configs.schema import (
     TrainConfig,
     VerifyConfig,
 )
-from prefix_train import checkpoint, heartbeat, outcome, report, tiny, train
+from prefix_train import budget, checkpoint, heartbeat, outcome, report, tiny, train
 from tests import lives
 from tests.tiny_text import BUILD
 
@@ -203,6 +204,20 @@ def here(run: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return train.main(run)
 
 
+def test_a_checkpoint_that_does_not_fit_is_a_mistake_in_one_line(
+    tmp_path: Path, whole: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(options(data), adapter=AdapterConfig(rank=2, targets=["q_proj", "down_proj"]))
+    run = make_run(tmp_path / "run", config)
+    shutil.copytree(whole / runfolder.CHECKPOINTS, run / runfolder.CHECKPOINTS)
+    with pytest.raises(UserError, match=r"does not fit this run: .*has shape .*go on with the options"):
+        here(run, monkeypatch)
+    (found,) = (run / runfolder.CHECKPOINTS).glob("*/model.safetensors")
+    found.write_bytes(b"other")
+    with pytest.raises(UserError, match=r"has 5 bytes, its manifest says .*move .* away"):
+        here(run, monkeypatch)
+
+
 def test_a_bad_row_stops_or_is_left_out(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(options(data), verify=VerifyConfig(), train=TrainConfig(updates=1))
     config = replace(
@@ -223,7 +238,6 @@ def test_a_bad_row_stops_or_is_left_out(tmp_path: Path, data: Path, monkeypatch:
     ("change", "message"),
     [
         (lambda config: replace(config, engine="stream"), "engine=stream"),
-        (lambda config: replace(config, memory=MemoryConfig(offload="auto")), "memory.offload=auto"),
         (lambda config: replace(config, adapter=AdapterConfig(targets=["q_prj"])), "did you mean q_proj"),
     ],
 )
@@ -236,6 +250,25 @@ def test_what_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         here(make_run(tmp_path / "run", change(options(data))), monkeypatch)
+
+
+def test_offloaded_inputs_change_nothing_but_the_memory(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, lines = [], []
+    for offloaded in ("none", "auto"):
+        config = replace(short(data, 2), memory=MemoryConfig(offload=offloaded))
+        run = make_run(tmp_path / offloaded, config)
+        assert here(run, monkeypatch) == 0
+        results.append(runfolder.read_json(run / runfolder.RESULT))
+        lines.append([line for line in report.read_metrics(run) if "loss" in line])
+    assert results[0]["hash_after"] == results[1]["hash_after"]
+    assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
+    (layers, width, itemsize) = (1, 32, 4)  # of two layers, the first
+    for line in lines[1]:
+        assert line["offload_bytes"] == 2 * layers * line["positions"] * width * itemsize
+        assert line["offload_pinned_bytes"] == layers * budget.PINNED_CHUNK
+    assert not any("offload" in name for name in lines[0][0])
 
 
 def short(data: Path, updates: int) -> Config:

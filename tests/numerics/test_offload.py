@@ -14,12 +14,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from configs.schema import Config, MemoryConfig
-from prefix_train import budget, copies, model, offload, step, unit
+from prefix_train import budget, model, offload, unit
 from prefix_train.collate import Batch
-from prefix_train.copies import Copy
-from prefix_train.offload import Stored
 from tests import batches, models
-from tests.offloading import CHUNK, ForgetfulCopier, Trained, backward, needed, same, taken, trained
+from tests.offloading import (
+    CHUNK,
+    ForgetfulCopier,
+    Trained,
+    backward,
+    fifty_updates,
+    needed,
+    plant_chunks_too_early,
+    plant_let_go,
+    plant_no_wait,
+    same,
+    taken,
+    trained,
+)
 
 COUNT = 7
 LAYERS = 4
@@ -55,25 +66,10 @@ def run(base: PreTrainedModel, packs: Sequence[Batch], offloaded: str, **given: 
 # The same gradients, to the bit.
 
 
-def fifty_updates(base: PreTrainedModel, offloaded: str) -> Iterator[dict[str, Tensor]]:
-    """Each update's gradients; packs of ever other sizes after each other, one to four in an update."""
-    examples = batches.make(base, COUNT)
-    updates = [batches.batches(examples, batches.regroup(COUNT, 1 + seed % 4, seed)) for seed in range(50)]
-    made = run(base, [pack for packs in updates for pack in packs], offloaded, lr=1e-3, rank=2, dropout=0.3)
-    for number, packs in enumerate(updates):
-        step.update(made.stepper, number, 1e-3, packs)
-        yield taken(made.stepper)
-    if made.offload is not None:
-        assert made.offload.pool.used == 0
-        assert made.offload.pool.peak == made.offload.pool.size
-        assert made.offload.copied == 2 * sum(
-            (LAYERS - 1) * pack.positions * 32 * 4 for packs in updates for pack in packs
-        )
-
-
 def test_r17_offloading_changes_no_bit_in_fifty_updates(no_collector: None) -> None:
     base = built()
-    pairs = list(zip(fifty_updates(base, "none"), fifty_updates(base, "auto"), strict=True))
+    copiers = {offloaded: {"copier": ForgetfulCopier()} for offloaded in ("none", "auto")}
+    pairs = list(zip(*(fifty_updates(base, offloaded, **given) for offloaded, given in copiers.items()), strict=True))
     assert all(same(mine, theirs) for theirs, mine in pairs)
     assert not same(pairs[0][0], pairs[-1][0])
 
@@ -92,43 +88,14 @@ def test_r17_in_bfloat16_from_float32_masters() -> None:
     assert same(backward(run(base, packs, "auto"), packs), backward(run(base, packs, "none"), packs))
 
 
-def plant_no_wait(way: copies.Way) -> Callable[[pytest.MonkeyPatch], None]:
-    """The fault: computing goes on without waiting for this way's copies."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        wait = ForgetfulCopier.wait
-        patch.setattr(ForgetfulCopier, "wait", lambda self, ticket: None if ticket.way == way else wait(self, ticket))
-
-    return plant
-
-
-def plant_let_go(patch: pytest.MonkeyPatch) -> None:
-    """The fault: memory goes back to the allocator while it is still being copied."""
-    init, nothing = Copy.__init__, torch.zeros(0)
-
-    def holding_nothing(self: Copy, *args: Any) -> None:
-        init(self, *args)
-        self._held = ((), ())
-
-    patch.setattr(Copy, "__init__", holding_nothing)
-    patch.setattr(offload, "_UnderWay", lambda copy, source, version: (copy, nothing, nothing._version))
-
-
-def plant_chunks_too_early(patch: pytest.MonkeyPatch) -> None:
-    """The fault: chunks are free again while their layer still waits for its backward."""
-    store = Stored.store
-
-    def planted(self: Stored, source: Tensor) -> Copy:
-        copy = store(self, source)
-        self._offload.pool.give(self._chunks)
-        return copy
-
-    patch.setattr(Stored, "store", planted)
-
-
 @pytest.mark.parametrize(
     "plant",
-    [plant_no_wait("out"), plant_no_wait("back"), plant_let_go, plant_chunks_too_early],
+    [
+        plant_no_wait(ForgetfulCopier, "out"),
+        plant_no_wait(ForgetfulCopier, "back"),
+        plant_let_go,
+        plant_chunks_too_early,
+    ],
     ids=["out", "back", "let-go", "chunks"],
 )
 def test_r17_fails_without_fix(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
