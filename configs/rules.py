@@ -141,6 +141,8 @@ def _choices(config: Config) -> Iterator[str]:
             yield "evaluate.every needs held-out examples: give data.heldout or set evaluate.every=0"
         if config.verify.examples:
             yield "verify.examples needs held-out examples: give data.heldout or set verify.examples=0"
+    if config.memory.tile_rows < 0 or config.memory.tile_rows % 2048:
+        yield f"memory.tile_rows is {config.memory.tile_rows}: give a multiple of 2048, or 0"
     if config.memory.offload not in ("auto", "none") and not re.fullmatch(r"[1-9]\d*", config.memory.offload):
         yield f"memory.offload is {config.memory.offload!r}: give auto, none or a number of layers"
     if config.memory.offload != "none" and not config.memory.recompute:

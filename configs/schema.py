@@ -127,6 +127,9 @@ class MemoryConfig:
     first so many layers, whose inputs wait longest; `auto`: of all but the last, with which backward begins. Gradients
     stay the same to the bit. Each rank pins, at the start and for the whole run, the inputs of these layers for a pack
     of `pack.max_positions`, in chunks of 64 MiB: `prefix-train budget` shows how much. Needs `memory.recompute`."""
+    tile_rows: int = 16384
+    """Compute norms, adapters and feed-forward so many positions at a time (a multiple of 2048), so that their tensors
+    are never whole; 0: whole. Without effect where `memory.recompute` is off."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ FSDP2's hooks. Whatever a recomputation needs, the layout above all, reaches it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +20,27 @@ from configs.errors import UserError
 from prefix_train import dropout
 from prefix_train.anatomy import Anatomy
 from prefix_train.precision import Copies
+
+_now = threading.local()
+
+
+def recomputing() -> bool:
+    """Whether this thread computes a layer once more, for its backward."""
+    return getattr(_now, "recomputing", False)
+
+
+class _Recomputation(AbstractContextManager[None]):
+    """Entered once for each backward: a graph that is kept has several."""
+
+    def __enter__(self) -> None:
+        _now.recomputing = True
+
+    def __exit__(self, *_: object) -> None:
+        _now.recomputing = False
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _Recomputation()
 
 
 class UnitForward:
@@ -34,7 +56,9 @@ class UnitForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.recompute and torch.is_grad_enabled():
             with self.around(args[0]):
-                return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+                return checkpoint(
+                    self._run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, **kwargs
+                )
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +99,12 @@ def around_recomputed(layer: nn.Module, around: Callable[[Tensor], AbstractConte
     if not forward.recompute:
         raise ValueError("a layer that is not recomputed keeps more than its input")
     forward.around = around
+
+
+def require_recomputed(layer: nn.Module) -> None:
+    """Raise ValueError for a layer whose forward is not run again in backward."""
+    if not _forward_of(layer).recompute:
+        raise ValueError("a layer that is not recomputed keeps more than its input")
 
 
 def refuse_other_recomputation(model: nn.Module) -> None:
