@@ -30,7 +30,7 @@ from prefix_train.recorder import Recorder
 from prefix_train.render import Renderer
 from prefix_train.report import Reporter, Update, memory_bytes
 from prefix_train.step import Stepper, StepResult, learning_rate, update
-from prefix_train.tensors import digest, full_tensors
+from prefix_train.tensors import TensorError, digest, full_tensors
 
 
 def main(run: Path) -> int:
@@ -159,11 +159,15 @@ class Life:
 
     def _resume(self) -> Cursor:
         """The run's place in its plan; starts the reporter there."""
-        folder = self.ranks.together(lambda: checkpoint.latest(self.run))
+        folder = self.ranks.together(lambda: newest_checkpoint(self.run))
         self.ranks.require_same("the checkpoint to go on from", folder.name if folder else "none")
         cursor, line = Cursor(), None
         if folder is not None:
-            resumed = checkpoint.load(folder, self.ranks, self.parameters, self.optimizer, self.config)
+            try:
+                resumed = checkpoint.load(folder, self.ranks, self.parameters, self.optimizer, self.config)
+            except TensorError as error:
+                advice = "go on with the options that it was saved with, or begin a new run"
+                raise UserError(f"{folder}: the checkpoint does not fit this run: {error}; {advice}") from error
             found, line = resumed.cursor, resumed.line
             if found.data != self.feed.digest and not resumed.may_have_other_data:
                 raise UserError(f"{folder}: the data is not what it was when this was saved: {self.config.data.train}")
@@ -242,6 +246,14 @@ class Life:
 def begins(plan: RunPlan) -> str:
     """What is begun, in one line: the plan's figures have been told when it was made."""
     return f"begins: {plan.total:,} updates of the plan with sha256 {plan.epoch(0).digest[:16]}"
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint to go on from; none: there is none. UserError where it is damaged: a person has to decide."""
+    try:
+        return checkpoint.latest(run)
+    except TensorError as error:
+        raise UserError(str(error)) from error
 
 
 def prepare_data(config: Config) -> None:

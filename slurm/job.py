@@ -20,7 +20,6 @@ from typing import BinaryIO, NamedTuple
 from configs import runfolder
 from configs.compose import from_run
 from configs.nodefolder import private_folder
-from configs.nodefolder import private_folder
 from configs.schema import Config
 from prefix_train import heartbeat
 from slurm import memory, presence

@@ -54,8 +54,13 @@ def main(run):
     return 5 if config.model.build.get("do") == "five" and rank == 1 else 0
 
 
+hoard = []
+
+
 def act(what, rank, update):
-    time.sleep(1 if what == "slow" else 0.02)
+    time.sleep(1 if what in ("slow", "gorge") else 0.02)
+    if what == "gorge" and rank == 1:
+        hoard.append(bytearray(20 << 20))
     if rank == 1 and update == 2:
         if what == "raise":
             raise RuntimeError("no\\nway")

@@ -295,6 +295,10 @@ class Lab:
         lines = self.inside("ps", "-eo", "pid=,args=", node=node).splitlines()
         return [int(line.split()[0]) for line in lines if words in line and " ps " not in line]
 
+    def parent(self, node: str, pid: int) -> int:
+        """The parent of a process, as the node numbers them."""
+        return int(self.inside("ps", "-o", "ppid=", "-p", pid, node=node))
+
     def within(self, path: Path) -> Path:
         """A path as the lab sees it, for files on disks that are mounted there only."""
         return Path(f"/proc/{self.pid}/root") / path.relative_to("/")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,10 +18,36 @@ from tests.slurm import jobs
 from tests.slurm.lab import Lab, LabError, wait_for
 from tests.standins import make_clone, seen, submit_command
 
+SAY_AND_GO = """
+import os, pathlib
+from slurm import presence
+
+presence.say(pathlib.Path(os.environ["PREFIX_TRAIN_RUN"]), int(os.environ["SLURM_NODEID"]))
+"""
+"""A watcher that is there, and then is not."""
+
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_clone(tmp_path_factory.mktemp("source") / "clone")
+
+
+@contextmanager
+def memory_limit(most: int) -> Iterator[Path]:
+    """A cgroup whose processes may use `most` more bytes together."""
+    first = Path("/sys/fs/cgroup/memory")
+    root, option = (first, "memory.limit_in_bytes") if first.is_dir() else (first.parent, "memory.max")
+    cgroup = root / f"prefix-train-test-{os.getpid()}"
+    try:
+        cgroup.mkdir()
+        (cgroup / option).write_text(str(most))
+    except OSError as error:
+        pytest.skip(f"no cgroup with a memory limit can be made here: {error}")
+    try:
+        yield cgroup
+    finally:
+        wait_for(lambda: not (cgroup / "cgroup.procs").read_text(), "the end of all in the cgroup")
+        cgroup.rmdir()
 
 
 def fill(path: Path) -> None:
@@ -41,6 +71,17 @@ def test_job_of_two_nodes_runs_to_its_end_in_a_folder_with_a_hostile_name(
     assert len({place["MASTER_PORT"] for place in places}) == 1
     assert seen(job.run, 3)["train"] == str(job.run / "code" / "prefix_train" / "train.py")
     assert [(life.nodes, life.cause) for life in job.lives] == [(("node1", "node2"), "complete")]
+
+
+def test_exception_in_the_trainer_is_told_and_nothing_follows(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=raise")
+    job.end("FAILED")
+    assert job.status == 1
+    assert re.fullmatch(
+        r"failed: rank 1 on node2 raised RuntimeError in update 2 at \S+/train.py:\d+: no way", job.last_line
+    )
+    assert [(life.cause, life.update, life.excluded) for life in job.lives] == [("raised", 2, ())]
+    assert lab.job(job.id)["Restarts"] == "0"
 
 
 def test_r43_a_rank_that_raises_ends_the_job_with_its_own_status(lab: Lab, clone: Path) -> None:
@@ -134,15 +175,69 @@ def test_r44_hung_ranks_are_ended_from_outside_and_the_job_begins_again(lab: Lab
 
 
 @pytest.mark.slow
-def test_r44_fails_without_fix(lab: Lab, clone: Path) -> None:
-    """Without watchers nothing ends the job: neither the warning before its time is up nor a deadline."""
-    no_watcher = 'srun() { case $* in *slurm.watch*) return;; esac; command srun "$@"; }'
+def test_r44_fails_without_fix(lab: Lab, clone: Path, tmp_path: Path) -> None:
+    """Where nobody watches nothing ends the job: neither the warning before its time is up nor a deadline."""
+    (tmp_path / "watch.py").write_text(SAY_AND_GO)
+    idle = f'command srun -N2 -n2 --overlap --mem=0 "$PREFIX_TRAIN_PYTHON" {tmp_path}/watch.py'
+    no_watcher = (
+        f'srun() {{ case $* in *slurm.watch*) {idle};; *) command srun "$@";; esac; }}; export PREFIX_TRAIN_RUN'
+    )
     job = jobs.start(lab, clone, "model.build.do=wait", f"slurm.setup=['{no_watcher}']")
     job.wait_update(2)
     lab.run("scancel", "--signal=USR2", job.id)
     with pytest.raises(LabError):
         lab.wait_end(job.id, seconds=20)
     assert lab.state(job.id) == "RUNNING"
+
+
+@pytest.mark.slow
+def test_node_without_a_watcher_starts_no_rank_and_is_left_out(lab: Lab, clone: Path) -> None:
+    """In the first life the watchers' step reaches one node only."""
+    one_node = 'srun() { case $SLURM_RESTART_COUNT:$* in [!1-9]*slurm.watch*) shift 2; command srun -N1 -n1 "$@";; '
+    one_node += '*) command srun "$@";; esac; }'
+    job = jobs.start(lab, clone, "watch.start_s=8", "model.build.do=slow", f"slurm.setup=['{one_node}']")
+    job.end("COMPLETED")
+    assert "failed: rank 1 on node2 was not started: no watcher within watch.start_s=8 s" in job.log
+    first, second = job.lives
+    assert (first.cause, first.culprits, first.excluded) == ("unwatched", ("node2",), ("node2",))
+    assert (second.cause, "node2" in second.nodes) == ("complete", False)
+
+
+@pytest.mark.slow
+def test_job_whose_watchers_never_start_ends(lab: Lab, clone: Path) -> None:
+    no_watcher = 'srun() { case $* in *slurm.watch*) return 1;; esac; command srun "$@"; }'
+    job = jobs.start(lab, clone, "watch.start_s=3", f"slurm.setup=['{no_watcher}']")
+    job.end("FAILED")
+    assert [life.cause for life in job.lives] == ["unwatched", "unwatched"]
+    assert "not again: the same failure twice at update 0" in job.last_line
+    assert not (job.run / "seen").exists()
+
+
+@pytest.mark.slow
+def test_watcher_that_dies_takes_nothing_with_it_and_is_told(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25")
+    job.wait_update(2)
+    (watcher,) = lab.processes("node2", "-m slurm.watch")
+    lab.inside("kill", "-9", watcher, node="node2")
+    job.end("COMPLETED")
+    assert [life.cause for life in job.lives] == ["complete"]
+    assert "; the watcher of node2 had died: from " in job.last_line
+    assert "the watcher of this node has died: training goes on" in (job.run / "logs" / "rank1.log").read_text()
+
+
+@pytest.mark.slow
+def test_rank_that_the_kernel_kills_for_lack_of_memory_is_no_fault_of_its_node(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=gorge", "train.updates=60")
+    with memory_limit(64 << 20) as cgroup:
+        job.wait_update(2)
+        (rank,) = lab.processes("node2", "-m slurm.rank")
+        for pid in (lab.parent("node2", rank), rank):
+            lab.inside("sh", "-c", f"echo {pid} > {cgroup}/cgroup.procs", node="node2")
+        job.end("FAILED")
+    assert job.status == 137
+    told = rf"failed: rank 1 on node2 was ended by SIGKILL in update \d+: out of memory: .* {cgroup}/.*"
+    assert re.fullmatch(told, job.last_line)
+    assert [(life.cause, life.excluded) for life in job.lives] == [("memory", ())]
 
 
 @pytest.mark.slow
@@ -205,6 +300,25 @@ def test_preempted_job_saves_within_its_grace_and_begins_again(lab: Lab, clone: 
     job.wait_life(1)
     job.end("COMPLETED")
     assert [life.cause for life in job.lives] == ["stopped", "complete"]
+
+
+@pytest.mark.slow
+def test_preempted_job_without_grace_begins_again_and_blames_nobody(lab: Lab, clone: Path, tmp_path: Path) -> None:
+    """Slurm requeues it by itself, and no line of the script is left to say anything. Not one failure is allowed."""
+    lab.run("scontrol", "update", "PartitionName=low", "GraceTime=0")
+    try:
+        options = ("model.build.do=slow", "train.updates=25", "slurm.partition=low", "slurm.max_requeues=0")
+        job = jobs.start(lab, clone, *options, nodes=4)
+        job.wait_update(2)
+        lab.run("sbatch", "-p", "main", "-N4", "--exclusive", "-o", tmp_path / "other.log", "--wrap", "sleep 3")
+        job.wait_life(1)
+        job.end("COMPLETED")
+    finally:
+        lab.run("scontrol", "update", "PartitionName=low", "GraceTime=30")
+    first, second = job.lives
+    assert (first.cause, first.culprits, first.excluded) == ("killed", (), ())
+    assert first.update >= 2
+    assert (second.cause, second.nodes) == ("complete", first.nodes)
 
 
 @pytest.mark.slow
