@@ -22,6 +22,15 @@ NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|bad_alloc", re
 NOT_FINITE = ("NotFinite",)
 UNWATCHED = "Unwatched"
 
+OF_VERDICT: dict[str, Cause] = {
+    "network": "network",
+    "straggler": "straggler",
+    "oom_killed": "memory",
+    "rank_raised": "raised",
+    "rank_died": "died",
+}
+"""Causes of what watchers find; all else that they end a run for is `hang`."""
+
 ASKED = (signal.SIGTERM.name, signal.SIGUSR2.name)
 """Slurm's, or a person's: they end a rank that does not listen yet."""
 

@@ -67,8 +67,10 @@ def conclude(run: Path, srun_status: int, per_node: int | None = None) -> Outcom
 
 
 def _judge(run: Path, srun_status: int, per_node: int | None, attempt: int) -> Outcome:
-    if hang := verdict.latest(run, attempt):
-        return Outcome(HUNG, f"stuck: {hang}", "hang", verdict.culprits(run, attempt))
+    if hang := verdict.decisive(run, attempt):
+        named = (beat.rank for beat in heartbeat.read(run) if beat.attempt == attempt and beat.host in hang.nodes)
+        cause = causes.OF_VERDICT.get(hang.kind, "hang")
+        return Outcome(HUNG, f"stuck: {hang.sentence}", cause, hang.ranks or tuple(named))
     ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
     if per_node and (lost := _lost_ranks(ends, per_node)):
         return _node_lost(lost, srun_status, ends)
