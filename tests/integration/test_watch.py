@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -299,6 +300,36 @@ def test_rank_that_never_speaks(ranks: Ranks) -> None:
     assert watcher.watch_all() == watch.HUNG
     assert (ranks.run / "hangs" / "1" / "verdict.txt").read_text().startswith("rank 1 gave no heartbeat in")
     wait_for(lambda: not ranks.alive())
+
+
+def unsaved(ranks: Ranks, within_s: float) -> Watcher:
+    """Ranks that were asked to save and do not hear it, long before any deadline, and their watcher, who heard it."""
+    ranks.start("sleep", "lock")
+    ranks.wait_for_update(6)
+    options = dataclasses.replace(WATCH, floor_s=600)
+    watcher = Watcher(ranks.run, options, range(2), attempt=0, save_within_s=within_s)
+    watcher.hear(signal.SIGUSR2, None)
+    return watcher
+
+
+def test_ranks_that_are_asked_to_save_and_do_not_are_ended(ranks: Ranks) -> None:
+    watcher = unsaved(ranks, 0.5)
+    assert watcher.poll() is None, "they are given their time"
+    assert watcher.watch_all() == watch.HUNG
+    wait_for(lambda: not ranks.alive())
+    said = verdict.latest(ranks.run, 0)
+    assert said is not None
+    assert "asked to save 0 s ago, rank 0 is still in phase forward of update 6" in said
+
+
+def test_ranks_that_do_not_save_run_on_without_fix(ranks: Ranks) -> None:
+    """Neither a deadline nor an end is there to act on."""
+    watcher = unsaved(ranks, math.inf)
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        assert watcher.poll() is None
+        time.sleep(0.1)
+    assert ranks.alive() == [0, 1]
 
 
 def test_r44_a_process_beside_the_ranks_acts(ranks: Ranks) -> None:
