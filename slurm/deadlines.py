@@ -13,6 +13,10 @@ MIN_DURATIONS = 3
 """Updates that must have been measured before they set a deadline; until then `watch.first_update_s` holds."""
 
 
+LAG_S = 3.0
+"""A time between two polls that is longer by this than it should be is one in which the watcher was not let run."""
+
+
 class Overdue(NamedTuple):
     """A rank that has been in one place for longer than its deadline."""
 
@@ -54,18 +58,60 @@ def deadline(beat: Beat, watch: WatchConfig, durations: Sequence[float]) -> floa
     }.get(beat.phase, watch.first_update_s)
 
 
+def is_warm(beat: Beat) -> bool:
+    """Whether the rank is in an update, and has finished enough of them for these to be what is usual."""
+    return timed_by_update(beat) and len(beat.durations) >= MIN_DURATIONS
+
+
+class Pauses:
+    """When a watcher was not let run: its node was overloaded, or the job suspended, and so were the ranks.
+
+    `now`: whether the last time between two polls was one.
+    """
+
+    def __init__(self, poll_s: float) -> None:
+        self.now = False
+        self._poll_s = poll_s
+        self._last: float | None = None
+        self._found: list[tuple[float, float]] = []
+
+    def tick(self, clock: float) -> None:
+        """A poll begins, at CLOCK_MONOTONIC `clock`."""
+        usual = self._poll_s + LAG_S
+        self.now = self._last is not None and clock - self._last > usual
+        if self.now and self._last is not None:
+            self._found.append((self._last + self._poll_s, clock))
+        self._last = clock
+
+    def rest(self) -> None:
+        """What has been done since the last poll took long by itself: that is no pause."""
+        self._last = None
+
+    def since(self, clock: float) -> float:
+        """Seconds of pauses after `clock`."""
+        return sum(max(0.0, end - max(begin, clock)) for begin, end in self._found)
+
+
 def age(beat: Beat, host: str, clock: float, wall: float) -> float:
     """Seconds that the rank has spent there; on its own host by the monotonic clock, elsewhere by wall clocks."""
-    if beat.host != host:
-        return wall - beat.since
-    if timed_by_update(beat) and beat.update_clock is not None:
-        return clock - beat.update_clock
-    return clock - beat.since_clock
+    return wall - beat.since if beat.host != host else clock - _begin(beat)
 
 
-def overdue(beats: Iterable[Beat], watch: WatchConfig, host: str, clock: float, wall: float) -> list[Overdue]:
-    """Ranks past their deadline, the longest over it first."""
+def overdue(
+    beats: Iterable[Beat], watch: WatchConfig, host: str, clock: float, wall: float, pauses: Pauses | None = None
+) -> list[Overdue]:
+    """Ranks past their deadline, the longest over it first; `pauses` do not count."""
     beats = list(beats)
     durations = [seconds for beat in beats for seconds in beat.durations]
-    found = [Overdue(beat, age(beat, host, clock, wall), deadline(beat, watch, durations)) for beat in beats]
+    paused = [pauses.since(_begin(beat)) if pauses and beat.host == host else 0.0 for beat in beats]
+    found = [
+        Overdue(beat, age(beat, host, clock, wall) - pause, deadline(beat, watch, durations))
+        for beat, pause in zip(beats, paused, strict=True)
+    ]
     return sorted((late for late in found if late.age > late.limit), key=lambda late: late.limit - late.age)
+
+
+def _begin(beat: Beat) -> float:
+    if timed_by_update(beat) and beat.update_clock is not None:
+        return beat.update_clock
+    return beat.since_clock

@@ -6,6 +6,7 @@ its reason, never left out: a verdict says what it did not know. No torch here.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -14,9 +15,10 @@ import msgspec
 
 from configs import runfolder
 from prefix_train.heartbeat import Beat, End
+from slurm import stacks
 from slurm.stacks import Stack
 
-FOLDER = "evidence"
+FOLDER, ALARM = "evidence", "alarm.json"
 
 
 class BadEvidence(ValueError):
@@ -58,6 +60,7 @@ class Process:
     cpu_s: float
     """User and system time so far."""
     read_bytes: int
+    """By system calls, and from disk, which includes mapped files."""
     written_bytes: int
     rss_bytes: int
     blocked_files: tuple[str, ...]
@@ -137,18 +140,65 @@ class Alarm:
     limit: float
     sentence: str
     time: float
+    node: int = -1
+    """Index of the node whose watcher noticed; -1: a person asked."""
+    must_end: bool = False
+    """The ranks are ended whatever the evidence says."""
+
+    @property
+    def only_look(self) -> bool:
+        """Whether somebody only wants to see: nothing is ended."""
+        return self.node < 0 and not self.must_end
 
 
 def write(folder: Path, node: Node, run: Path) -> None:
     """Write a node's evidence into hangs/<n>."""
     text = msgspec.json.format(msgspec.json.encode(node), indent=1).decode()
-    runfolder.write_text(folder / FOLDER / f"{quote(node.host, safe='')}.json", text + "\n", run=run)
+    runfolder.write_text(folder / FOLDER / f"{node.index}-{quote(node.host, safe='')}.json", text + "\n", run=run)
+    for rank in node.ranks:
+        runfolder.write_text(folder / f"rank{rank.rank}.txt", render(node, rank), run=run)
+
+
+def render(node: Node, rank: Rank) -> str:
+    """One rank's two rounds as text for people."""
+    lines = []
+    whens = (time.strftime("%F %T", time.localtime(node.time)), f"{node.gap_s:.1f} s later")
+    for name, when, seen in zip(("first", "second"), whens, rank.rounds, strict=True):
+        beat = seen.beat
+        standing = (
+            f"phase {beat.phase} ({beat.part}), update {beat.update}, pack {beat.pack}" if beat else "no heartbeat"
+        )
+        lines.append(f"== {name} sample, {when}: rank {rank.rank}, {standing}, host {node.host}")
+        lines.append(stacks.render(seen.stack) if seen.stack else "no frames\n")
+    lines += [f"not to be had: {reason}" for reason in rank.missing]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def write_alarm(folder: Path, alarm: Alarm, run: Path | None) -> None:
+    """Write hangs/<n>/alarm.json; without `run` from outside the job, whatever life it is in."""
+    text = msgspec.json.format(msgspec.json.encode(alarm), indent=1).decode()
+    runfolder.write_text(folder / ALARM, text + "\n", run=run)
+
+
+def read_alarm(folder: Path) -> Alarm | None:
+    """The alarm of hangs/<n>; None where there is none yet. Raises BadEvidence."""
+    try:
+        return msgspec.json.decode((folder / ALARM).read_bytes(), type=Alarm)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise BadEvidence(f"{folder / ALARM}: {error}") from error
 
 
 def read(folder: Path) -> tuple[Node, ...]:
     """Every node's evidence in hangs/<n>, by node index. Raises BadEvidence."""
     found = [_load(path) for path in sorted((folder / FOLDER).glob("*.json"))]
     return tuple(sorted(found, key=lambda node: node.index))
+
+
+def answered(folder: Path) -> set[int]:
+    """Indices of the nodes that have given evidence."""
+    return {int(path.name.partition("-")[0]) for path in (folder / FOLDER).glob("*-*.json")}
 
 
 def _load(path: Path) -> Node:

@@ -22,7 +22,7 @@ from configs.compose import from_run
 from configs.nodefolder import private_folder
 from configs.schema import Config
 from prefix_train import heartbeat
-from slurm import memory, presence
+from slurm import flight, memory, presence
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR2)
 
@@ -123,6 +123,8 @@ def rank_environment(config: Config, place: Place, environment: Mapping[str, str
     }
     if DEVICES in environment:
         found["CUDA_VISIBLE_DEVICES"] = environment[DEVICES]
+    if config.slurm.gpus_per_node:
+        found |= flight.environment(private_folder() / "nccl", place.port)
     return found
 
 

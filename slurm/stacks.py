@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRACE_TIMEOUT_S = 20.0
-"""Longest wait for py-spy: reading a large process's symbols takes seconds."""
+NATIVE_TIMEOUT_S, PYTHON_TIMEOUT_S = 6.0, 2.0
+"""Longest wait for py-spy, with native frames and without: reading a large process's symbols takes seconds."""
 ANSWER_TIMEOUT_S = 2.0
 """Longest wait for the process's own answer to SIGUSR1."""
 
@@ -137,12 +137,12 @@ def _look(pid: int, state: str, answer: Path | None, missing: list[str]) -> tupl
         missing.append("native frames: py-spy is not installed")
     else:
         # A stopped process cannot be suspended once more; its memory can still be read.
-        ways = [("py-spy", ["--nonblocking"])]
+        ways = [("py-spy", ["--nonblocking"], PYTHON_TIMEOUT_S)]
         if state not in ("T", "t"):
-            ways.insert(0, ("py-spy --native", ["--native"]))
-        for method, options in ways:
+            ways.insert(0, ("py-spy --native", ["--native"], NATIVE_TIMEOUT_S))
+        for method, options, timeout_s in ways:
             try:
-                return method, _py_spy(program, pid, options)
+                return method, _py_spy(program, pid, options, timeout_s)
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 missing.append(f"{method}: {_reason(error)}")
     if answer is not None and state not in ("T", "t"):
@@ -154,9 +154,9 @@ def _look(pid: int, state: str, answer: Path | None, missing: list[str]) -> tupl
     return "none", ()
 
 
-def _py_spy(program: str, pid: int, options: list[str]) -> tuple[Thread, ...]:
+def _py_spy(program: str, pid: int, options: list[str], timeout_s: float) -> tuple[Thread, ...]:
     command = [program, "dump", "--json", "--full-filenames", *options, "--pid", str(pid)]
-    found = subprocess.run(command, capture_output=True, check=True, timeout=TRACE_TIMEOUT_S)
+    found = subprocess.run(command, capture_output=True, check=True, timeout=timeout_s)
     return tuple(_thread(item, pid) for item in json.loads(found.stdout))
 
 
@@ -175,7 +175,7 @@ def _reason(error: Exception) -> str:
         causes = [line for line in lines if not line.startswith(("Error:", "Caused by"))]
         return re.sub(r"^\d+: ", "", (causes or lines or [f"exit status {error.returncode}"])[0])
     if isinstance(error, subprocess.TimeoutExpired):
-        return f"no answer within {TRACE_TIMEOUT_S:g} s"
+        return f"no answer within {error.timeout:g} s"
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,8 +1,8 @@
 """`python -m slurm.watch RUN`: the process beside the ranks of one node.
 
-It reads the heartbeats and nothing else while all is well. A rank that is past its deadline has every rank's stacks
-taken, twice, into hangs/<n>/; only if nothing moved between the two rounds is the run called stuck and its ranks are
-ended. Where one rank ends badly, the others, which would wait for it, are ended too.
+It reads the heartbeats and nothing else while all is well. A rank that is past its deadline raises an alarm: the
+watchers of all nodes take evidence into hangs/<n>/, one of them judges it, and each ends its own ranks only if the
+verdict says so. Where one rank ends badly, the others, which would wait for it, are ended too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -29,11 +27,12 @@ from configs.console import run as run_app
 from configs.schema import Config, WatchConfig
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat
-from slurm import deadlines, presence, sampled, stacks
-from slurm.deadlines import Overdue
+from slurm import alarms, collect, deadlines, evidence, gpus, presence, verdict
+from slurm.alarms import look_now as look_now
+from slurm.deadlines import Overdue, Pauses
+from slurm.evidence import Alarm
 from slurm.finish import ENDED_WELL, HUNG
-from slurm.rank import stack_file
-from slurm.sampled import Look, Verdict
+from slurm.verdict import Verdict
 
 GRACE_S = 5.0
 """Time for the other ranks to end by themselves, and to say why, after one has ended badly."""
@@ -49,7 +48,8 @@ class Watcher:
     """Watches the ranks `expected` of this node in life `attempt` of the run.
 
     `parent`: process id of a local run's driver; where that is gone, the ranks are ended too. `save_within_s`: how long
-    ranks that were asked to save may take for it. `node`: index of this node in the job.
+    ranks that were asked to save may take for it. `node`: index of this node in the job. `has_gpus`: whether the ranks
+    compute on GPUs.
     """
 
     def __init__(
@@ -61,12 +61,23 @@ class Watcher:
         parent: int | None = None,
         save_within_s: float = math.inf,
         node: int = 0,
+        has_gpus: bool = False,
     ) -> None:
         self.run, self.watch, self.expected, self.attempt = run, watch, frozenset(expected), attempt
         self.host, self.parent, self.node = socket.gethostname(), parent, node
         self.began = time.monotonic()
         self.patience = 1.0
-        """Grows when an alarm turned out false, so that slow ranks are not sampled at every poll."""
+        """Grows when an alarm turned out false, so that slow ranks are not looked at all the time."""
+        self.progress = 0
+        """Updates that the ranks of this node have finished; once there are more, patience is what it was."""
+        self.pauses = Pauses(watch.poll_s)
+        self.suspects: dict[int, int] = {}
+        """Polls in a row that found a rank past its deadline."""
+        self.answered: dict[Path, float] = {}
+        """Alarms that evidence was given for, and when."""
+        self.obeyed: set[Path] = set()
+        """Alarms whose verdict was acted on, and those of earlier lives."""
+        self.has_gpus, self.computing = has_gpus, gpus.Computing()
         self.gone_since: dict[int, float] = {}
         self.bad_since: float | None = None
         self.save_within_s = save_within_s
@@ -93,6 +104,7 @@ class Watcher:
     def poll(self) -> int | None:
         """Look once; an exit status when there is nothing left to watch."""
         runfolder.check_attempt(self.run)
+        self.pauses.tick(time.monotonic())
         beats = {beat.rank: beat for beat in self._beats() if beat.rank in self.expected}
         if self.parent is not None and os.getppid() != self.parent:
             end_ranks(beats.values())
@@ -102,15 +114,14 @@ class Watcher:
         running = {rank: beat for rank, beat in beats.items() if rank not in ends and self._may_run(beat)}
         if ends.keys() >= self.expected:
             return RANK_ENDED if any(ends[rank].status not in ENDED_WELL for rank in self.expected) else 0
+        for folder in verdict.folders(self.run):
+            if folder not in self.obeyed:
+                return self._attend(folder, running)
         if any(end.status not in ENDED_WELL for end in ends.values()):
             return self._end_after_bad(running)
-        if running and self.told is not None and time.monotonic() - self.told > self.save_within_s:
-            return self._end_unsaved(running)
-        late = deadlines.overdue(running.values(), self.watch, self.host, time.monotonic(), time.time())
-        late = [item for item in late if item.age > item.limit * self.patience]
-        if late:
-            return self._investigate(late[0], running)
-        return self._check_silent(beats.keys() | ends.keys())
+        if (alarm := self._suspicion(beats, running, ends.keys())) is not None:
+            alarms.raise_one(self.run, alarm)
+        return None
 
     def _may_run(self, beat: Beat) -> bool:
         return beat.host != self.host or is_alive(beat)
@@ -138,69 +149,97 @@ class Watcher:
         end_ranks(running.values())
         return RANK_ENDED
 
-    def _check_silent(self, heard: Iterable[int]) -> int | None:
-        """Ranks that never gave a heartbeat: there is no process that could be looked at."""
+    def _suspicion(self, beats: Mapping[int, Beat], running: Mapping[int, Beat], ended: Iterable[int]) -> Alarm | None:
+        """Why evidence should be taken now; None: all is well."""
+        if running and self.told is not None and time.monotonic() - self.told > self.save_within_s:
+            beat = min(running.values(), key=lambda beat: (beat.update, beat.rank))
+            sentence = (
+                f"asked to save {self.save_within_s:.0f} s ago, rank {beat.rank} is still in phase {beat.phase} "
+                f"of update {beat.update}"
+            )
+            return self._alarm(sentence, beat.rank, time.monotonic() - self.told, self.save_within_s, must_end=True)
+        if (late := self._overdue(running)) is not None:
+            return self._alarm(late.sentence, late.beat.rank, late.age, late.limit)
         waited = time.monotonic() - self.began
-        silent = sorted(self.expected - set(heard))
-        if not silent or waited <= self.watch.load_s:
-            return None
-        sentence = f"rank {silent[0]} gave no heartbeat in {waited:.0f} s; its deadline was {self.watch.load_s:.0f} s"
-        sampled.write(self._new_folder(), Verdict(self.attempt, True, tuple(silent), sentence, ()), self.run)
-        print(sentence, file=sys.stderr, flush=True)
-        end_ranks(self._beats())
-        return HUNG
+        if waited > self.watch.load_s and (silent := sorted(self.expected - beats.keys() - set(ended))):
+            limit = self.watch.load_s
+            sentence = f"rank {silent[0]} gave no heartbeat in {waited:.0f} s; its deadline was {limit:.0f} s"
+            return self._alarm(sentence, silent[0], waited, limit, must_end=True)
+        return None
 
-    def _investigate(self, late: Overdue, running: dict[int, Beat]) -> int | None:
-        """Take the evidence; end the ranks if two rounds of samples agree that nothing moves."""
-        folder = self._new_folder()
-        first = self._look(running)
-        time.sleep(self.watch.sample_gap_s)
-        second = self._look({beat.rank: beat for beat in self._beats() if beat.rank in running})
-        found = sampled.judge(first, second, late, self.attempt)
-        for rank in sorted(first.keys() | second.keys()):
-            rounds = [(name, looks.get(rank)) for name, looks in (("first", first), ("second", second))]
-            text = "\n".join(_render(name, look, self.watch.sample_gap_s) for name, look in rounds if look)
-            runfolder.write_text(folder / f"rank{rank}.txt", text, run=self.run)
-        sampled.write(folder, found, self.run)
-        print(f"{found.sentence}; see {folder}", file=sys.stderr, flush=True)
-        if not found.stuck:
+    def _overdue(self, running: Mapping[int, Beat]) -> Overdue | None:
+        """The rank that is furthest past its deadline, seen to be so in two polls that came in time.
+
+        A watcher that the machine did not let run accuses nobody: its pauses were those of the ranks too.
+        """
+        progress = sum(beat.completed for beat in running.values())
+        if progress > self.progress:
+            self.progress, self.patience = progress, 1.0
+        late = deadlines.overdue(running.values(), self.watch, self.host, time.monotonic(), time.time(), self.pauses)
+        late = [item for item in late if item.age > item.limit * self.patience]
+        if self.pauses.now:
+            return None
+        self.suspects = {item.beat.rank: self.suspects.get(item.beat.rank, 0) + 1 for item in late}
+        if not late and self.has_gpus and running and all(map(deadlines.is_warm, running.values())):
+            self.computing.take()
+        return next((item for item in late if self.suspects[item.beat.rank] > 1), None)
+
+    def _alarm(self, sentence: str, rank: int, age: float, limit: float, must_end: bool = False) -> Alarm:
+        return Alarm(self.attempt, self.host, rank, age, limit, sentence, time.time(), self.node, must_end)
+
+    def _attend(self, folder: Path, running: Mapping[int, Beat]) -> int | None:
+        """Answer an alarm, judge it if it is this watcher's turn, act on its verdict."""
+        alarm, found = evidence.read_alarm(folder), verdict.load(folder)
+        if alarm is None or alarm.attempt != self.attempt:
+            if alarm is not None or found is not None or alarms.is_stale(folder):
+                self.obeyed.add(folder)
+            return None
+        if found is None and folder not in self.answered:
+            evidence.write(folder, collect.collect(self._scene()), self.run)
+            self.answered[folder] = time.monotonic()
+            self.pauses.rest()
+        if found is None:
+            found = self._judge(folder, alarm)
+        return None if found is None else self._obey(folder, alarm, found, running)
+
+    def _judge(self, folder: Path, alarm: Alarm) -> Verdict | None:
+        beats, per_node = self._beats(), len(self.expected)
+        world = max((beat.world for beat in beats), default=per_node)
+        ended = {end.rank for end in heartbeat.read_ends(self.run) if end.attempt == self.attempt}
+        alive = {rank // per_node for rank in range(world) if rank not in ended}
+        awaited, waited = alive - evidence.answered(folder), time.monotonic() - self.answered[folder]
+        if not alarms.is_my_turn(alarm, self.node, not awaited, waited):
+            return None
+        found = alarms.conclude(self.run, folder, alarm, world, self._hosts(world // per_node))
+        verdict.write(folder, found, self.run)
+        print(f"{found.sentence} See {folder}", file=sys.stderr, flush=True)
+        return found
+
+    def _obey(self, folder: Path, alarm: Alarm, found: Verdict, running: Mapping[int, Beat]) -> int | None:
+        self.obeyed.add(folder)
+        if found.ends:
+            end_ranks(running.values())
+            return HUNG
+        if not alarm.only_look:
             self.patience *= 2
-            return None
-        end_ranks(look.beat for look in second.values())
-        return HUNG
+        return None
 
-    def _end_unsaved(self, running: dict[int, Beat]) -> int:
-        """End ranks that do not get to save, so that the batch script is left some time to act."""
-        looks = self._look(running)
-        beat = min(running.values(), key=lambda beat: (beat.update, beat.rank))
-        sentence = (
-            f"asked to save {self.save_within_s:.0f} s ago, rank {beat.rank} is still in phase {beat.phase} "
-            f"of update {beat.update}"
+    def _hosts(self, nodes: int) -> tuple[str, ...]:
+        found = [presence.read(self.run, node) for node in range(nodes)]
+        return tuple(one.host if one else self.host if node == self.node else "?" for node, one in enumerate(found))
+
+    def _scene(self) -> collect.Scene:
+        return collect.Scene(
+            run=self.run,
+            attempt=self.attempt,
+            host=self.host,
+            index=self.node,
+            ranks=tuple(sorted(self.expected)),
+            gap_s=self.watch.sample_gap_s,
+            since=self.began,
+            gpus=self.has_gpus,
+            computing=self.computing.readings,
         )
-        lines = tuple(f"rank {rank}: {sampled.describe(look)}" for rank, look in sorted(looks.items()))
-        sampled.write(self._new_folder(), Verdict(self.attempt, True, (), sentence, lines), self.run)
-        print(sentence, file=sys.stderr, flush=True)
-        end_ranks(running.values())
-        return HUNG
-
-    def _look(self, beats: dict[int, Beat]) -> dict[int, Look]:
-        """All ranks of this node at the same moment."""
-        here = [beat for beat in beats.values() if beat.host == self.host]
-        with ThreadPoolExecutor(max_workers=max(1, len(here))) as pool:
-            found = pool.map(lambda beat: stacks.sample(beat.pid, stack_file(self.run, beat.rank)), here)
-            return {beat.rank: Look(beat, stack) for beat, stack in zip(here, found, strict=True)}
-
-    def _new_folder(self) -> Path:
-        """hangs/<n>, the first n that is free."""
-        hangs = self.run / runfolder.HANGS
-        hangs.mkdir(exist_ok=True)
-        for number in count(1):
-            try:  # watchers of other nodes may be looking for one at this moment
-                (hangs / str(number)).mkdir()
-            except FileExistsError:
-                continue
-            return hangs / str(number)
-        raise AssertionError("there is always a next number")
 
 
 def is_alive(beat: Beat) -> bool:
@@ -227,12 +266,6 @@ def expected_ranks(config: Config, node: int) -> range:
     return range(node * per_node, (node + 1) * per_node)
 
 
-def _render(name: str, look: Look, gap_s: float) -> str:
-    beat, when = look.beat, f"{gap_s:g} s later" if name == "second" else time.strftime("%F %T")
-    standing = f"phase {beat.phase} ({beat.part}), update {beat.update}, pack {beat.pack}, host {beat.host}"
-    return f"== {name} sample, {when}: rank {beat.rank}, {standing}\n{stacks.render(look.stack)}"
-
-
 app = make_app("Watch the ranks of this node. Called by the job, not by people. Example: python -m slurm.watch runs/x")
 
 
@@ -244,8 +277,8 @@ def main(
     """Exit with 0 when all ranks ended well, 1 after one that did not, 79 after a hang."""
     config = from_run(run)
     node, within = node_index(config, os.environ), SAVE_SHARE * config.slurm.signal_delay_s
-    ranks = expected_ranks(config, node)
-    watcher = Watcher(run, config.watch, ranks, runfolder.process_attempt(), parent, within, node)
+    ranks, has_gpus = expected_ranks(config, node), config.slurm.gpus_per_node > 0
+    watcher = Watcher(run, config.watch, ranks, runfolder.process_attempt(), parent, within, node, has_gpus)
     if config.cluster == "slurm":
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, watcher.hear)

@@ -6,21 +6,25 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from configs.errors import UserError
 from configs.runfolder import StaleAttempt
 from configs.schema import WatchConfig
 from prefix_train import heartbeat
-from slurm import stacks, verdict, watch
+from slurm import alarms, deadlines, evidence, stacks, verdict, watch
+from slurm.evidence import Alarm
 from slurm.watch import Watcher
 from tests.standins import wait_for
 
@@ -151,19 +155,20 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         process.wait()
 
 
-def assert_hang(ranks: Ranks, culprit: int | None, *says: str) -> None:
+def assert_hang(ranks: Ranks, culprit: int | None, kind: str, *says: str) -> None:
     """One verdict, evidence of every rank in both rounds, and all ranks ended."""
     folder = ranks.run / "hangs" / "1"
     first_line = (folder / "verdict.txt").read_text().splitlines()[0]
     for words in says:
         assert words in first_line
     document = json.loads((folder / "verdict.json").read_text())
-    assert document["stuck"]
-    assert document["culprits"] == ([] if culprit is None else [culprit])
+    assert (document["kind"], document["ends"]) == (kind, True)
+    assert document["ranks"] == ([] if culprit is None else [culprit])
+    assert "update 6 has taken" in json.loads((folder / "alarm.json").read_text())["sentence"]
     for rank in range(len(ranks.processes)):
         evidence = (folder / f"rank{rank}.txt").read_text()
         assert evidence.startswith("== first sample, ")
-        assert f"== second sample, 0.5 s later: rank {rank}, phase forward" in evidence
+        assert re.search(rf"== second sample, \d+\.\d s later: rank {rank}, phase forward", evidence)
     wait_for(lambda: not ranks.alive())
     assert verdict.latest(ranks.run, 0) == first_line
 
@@ -173,7 +178,7 @@ def test_stopped_rank_is_named_with_its_frame(ranks: Ranks) -> None:
     ranks.wait_for_update(6)
     os.kill(ranks.processes[1].pid, signal.SIGSTOP)
     assert ranks.watcher().watch_all() == watch.HUNG
-    assert_hang(ranks, 1, "rank 1 is stopped in <module> (", "rank.py:", "update 6 has taken", "its deadline was 1.0 s")
+    assert_hang(ranks, 1, "missing_rank", "rank 1 on ", " is stopped by a signal or a debugger in <module> (rank.py:")
     assert "frames by py-spy" in (ranks.run / "hangs" / "1" / "rank1.txt").read_text()
     assert "do_signal_stop" in (ranks.run / "hangs" / "1" / "rank1.txt").read_text()
 
@@ -182,7 +187,7 @@ def test_rank_that_holds_the_interpreter_lock_in_c_is_named(ranks: Ranks) -> Non
     ranks.start("sleep", "lock")
     ranks.wait_for_update(6)
     assert ranks.watcher().watch_all() == watch.HUNG
-    assert_hang(ranks, 1, "rank 1 holds the interpreter lock in hold_lock (")
+    assert_hang(ranks, 1, "gil_held", "holds the interpreter lock", "in hold_lock (rank.py:")
     evidence = (ranks.run / "hangs" / "1" / "rank1.txt").read_text()
     assert "C  sleep" in evidence
     assert "holds the interpreter lock" in evidence
@@ -191,19 +196,18 @@ def test_rank_that_holds_the_interpreter_lock_in_c_is_named(ranks: Ranks) -> Non
 def test_rank_that_waits_in_a_collective_is_never_the_culprit(ranks: Ranks) -> None:
     ranks.start("gather", "gather")
     ranks.wait_for_update(6)
-    assert ranks.watcher().watch_all() == watch.HUNG
-    assert_hang(ranks, 1, "rank 1 is sleeping in skip_it (", "rank.py:")
-    lines = (ranks.run / "hangs" / "1" / "verdict.txt").read_text().splitlines()
-    waiting = next(line for line in lines if line.startswith("rank 0:"))
-    assert "waits for other ranks in all_reduce" in waiting
-    assert "called from gather (" in waiting
+    waits = "1 rank waits in all_reduce (rank.py:"
+    assert_hang(ranks, 1, "missing_rank", "rank 1 on ", " is in skip_it (rank.py:", waits)
+    assert_hang(
+        ranks, 1, "missing_rank", "rank 1 on ", " is in skip_it (rank.py:", "1 rank waits in all_reduce (rank.py:"
+    )
 
 
 def test_where_nobody_can_be_named_nobody_is(ranks: Ranks) -> None:
     ranks.start("sleep", "sleep")
     ranks.wait_for_update(6)
     assert ranks.watcher().watch_all() == watch.HUNG
-    assert_hang(ranks, None, "no rank can be named: rank", "is sleeping in <module> (")
+    assert_hang(ranks, None, "unknown", "cannot tell: ")
 
 
 @pytest.mark.parametrize("what", ["slow first update", "slow save"])
@@ -227,7 +231,7 @@ def test_rank_that_moves_is_left_alone(ranks: Ranks) -> None:
     watcher = ranks.watcher()
     wait_for(lambda: watcher.poll() or (ranks.run / "hangs" / "1" / "verdict.txt").exists())
     first_line = (ranks.run / "hangs" / "1" / "verdict.txt").read_text().splitlines()[0]
-    assert first_line.startswith("not stuck: rank 0 moves")
+    assert first_line.startswith("not a hang yet: rank 0 on ")
     assert ranks.alive() == [0, 1]
     assert verdict.latest(ranks.run, 0) is None
     assert watcher.patience == 2
@@ -267,7 +271,7 @@ def test_stopped_rank_without_tracing_shows_what_the_kernel_says(ranks: Ranks, m
     ranks.wait_for_update(6)
     os.kill(ranks.processes[0].pid, signal.SIGSTOP)
     assert ranks.watcher().watch_all() == watch.HUNG
-    assert_hang(ranks, 0, "rank 0 is stopped;")
+    assert_hang(ranks, 0, "missing_rank", "rank 0 on ", " is stopped by a signal")
     evidence = (ranks.run / "hangs" / "1" / "rank0.txt").read_text()
     assert "a stopped process answers no signal" in evidence
 
@@ -300,6 +304,84 @@ def test_rank_that_never_speaks(ranks: Ranks) -> None:
     assert watcher.watch_all() == watch.HUNG
     assert (ranks.run / "hangs" / "1" / "verdict.txt").read_text().startswith("rank 1 gave no heartbeat in")
     wait_for(lambda: not ranks.alive())
+
+
+def node_watchers(ranks: Ranks) -> list[Watcher]:
+    """A watcher for each rank, as if each were a node of its own."""
+    return [Watcher(ranks.run, WATCH, [node], attempt=0, node=node) for node in range(len(ranks.processes))]
+
+
+def watch_in_threads(watchers: list[Watcher]) -> list[Future[int]]:
+    pool = ThreadPoolExecutor(len(watchers))
+    return [pool.submit(watcher.watch_all) for watcher in watchers]
+
+
+def test_watchers_of_several_nodes_take_one_set_of_evidence(ranks: Ranks) -> None:
+    ranks.start("gather", "gather")
+    ranks.wait_for_update(6)
+    ended = watch_in_threads(node_watchers(ranks))
+    assert [one.result(60) for one in ended] == [watch.HUNG] * 2
+    assert [path.name for path in (ranks.run / "hangs").iterdir()] == ["1"]
+    assert_hang(ranks, 1, "missing_rank", " is in skip_it (rank.py:", "2 of 2 ranks answered")
+    nodes = evidence.read(ranks.run / "hangs" / "1")
+    assert [[rank.rank for rank in node.ranks] for node in nodes] == [[0], [1]]
+
+
+def test_a_verdict_is_reached_when_the_watcher_that_noticed_is_gone(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alarms, "WAIT_S", 2.0)
+    ranks.start("sleep", "lock")
+    ranks.wait_for_update(6)
+    alarm = Alarm(0, "elsewhere", 0, 5.0, 1.0, "update 6 has taken 5 s", time.time(), node=0)
+    assert alarms.raise_one(ranks.run, alarm) == ranks.run / "hangs" / "1"
+    (ended,) = watch_in_threads(node_watchers(ranks)[1:])
+    assert ended.result(60) == watch.HUNG
+    found = verdict.load(ranks.run / "hangs" / "1")
+    assert found is not None
+    assert (found.kind, found.ranks) == ("gil_held", (1,))
+    assert any("rank 0: no evidence from its node" in reason for reason in found.missing)
+
+
+def test_asking_how_a_job_stands_ends_nothing(ranks: Ranks) -> None:
+    ranks.start("lock", "sleep")
+    ranks.wait_for_update(6)
+    watcher = ranks.watcher(dataclasses.replace(WATCH, floor_s=600))
+    (ended,) = watch_in_threads([watcher])
+    folder = watch.look_now(ranks.run)
+    found = verdict.load(folder)
+    assert found is not None
+    assert (folder.name, found.kind, found.ranks, found.ends) == ("1", "gil_held", (0,), False)
+    assert ranks.alive() == [0, 1]
+    assert not ended.done()
+    assert verdict.latest(ranks.run, 0) is None
+    assert watch.look_now(ranks.run).name == "2"
+    for process in ranks.processes:
+        process.kill()
+        process.wait()
+    assert ended.result(60) == watch.RANK_ENDED
+
+
+def test_asking_of_a_job_that_does_not_run(ranks: Ranks) -> None:
+    with pytest.raises(UserError, match="no watcher of this run answered"):
+        alarms.look_now(ranks.run, answer_s=0.5)
+    assert list((ranks.run / "hangs").iterdir()) == []
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_watcher_that_was_not_let_run_accuses_nobody(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, fixed: bool
+) -> None:
+    monkeypatch.setattr(deadlines, "LAG_S", 0.1 if fixed else 99.0)
+    ranks.start("sleep")
+    ranks.wait_for_update(6)
+    watcher = ranks.watcher()
+    for _ in range(6):
+        assert watcher.poll() is None or not fixed
+        time.sleep(0.5)
+    assert (ranks.run / "hangs").exists() != fixed
+    if fixed:  # once it is let run it does
+        assert watcher.watch_all() == watch.HUNG
 
 
 def unsaved(ranks: Ranks, within_s: float) -> Watcher:
