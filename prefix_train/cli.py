@@ -96,17 +96,31 @@ def read_data(data: Path, model: Path | None, overrides: list[str] | None) -> Co
 
 
 @app.command("budget")
-def budget_command(where: Where, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Memory and arithmetic of the run's largest pack, term by term, before anything is submitted.
+def budget_command(
+    where: Where,
+    overrides: Overrides = None,
+    gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, in 10^9 bytes.")] = 80,
+    host_gb: Annotated[float | None, typer.Option(help="Memory that a node may pin, in 10^9 bytes.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Memory and arithmetic of the run's largest pack, term by term, what each option changes, and what would fit.
 
     Its segments are those of the plan; before `prefix-train plan`, one example as long as pack.max_positions.
     """
-    from prefix_train import budget, lengths
+    from prefix_train import budget, budget_choices, lengths
 
     config = read(where, overrides)
     planned = lengths.index_path(config).exists()
     found = budget.predict(config, lengths.largest_pack(config, lengths.load(config)) if planned else None)
-    answer(budget.summary(found), budget.describe(found), as_json)
+    listed = budget_choices.choices(config, found)
+    gpu = int(gpu_gb * 1e9) if config.slurm.gpus_per_node else None
+    host = None if host_gb is None else int(host_gb * 1e9)
+    largest = None if gpu is None else budget_choices.largest_pack(config, found.shape, gpu, host)
+    answer(
+        budget.summary(found) | budget_choices.summary(listed, gpu, largest),
+        f"{budget.describe(found)}\n{budget_choices.describe(listed, gpu, largest)}",
+        as_json,
+    )
 
 
 @app.command("kernels")

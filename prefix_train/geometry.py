@@ -210,17 +210,30 @@ class Geometry:
         head = 0 if self.tied else embedding
         return {"embedding": embedding, "layers": layers, "head": head, "vision": vision, "merger": merger}
 
-    def adapter_parameters(self, rank: int, targets: list[str]) -> int:
-        """Parameters of LoRA adapters of this rank on the named modules. UserError where no layer has such a module."""
+    def adapter_shapes(self, rank: int, targets: list[str]) -> list[tuple[int, int]]:
+        """(rows, columns) of every tensor of LoRA adapters of this rank on the named modules.
+
+        Raises UserError where no layer has such a module.
+        """
         names = {name for layer in range(self.layers) for name in self.linears(layer)}
         if unknown := sorted(set(targets) - names):
             raise UserError(f"adapter.targets: no layer has {', '.join(unknown)}; there are {', '.join(sorted(names))}")
-        return sum(
-            rank * (inputs + outputs)
+        return [
+            shape
             for layer in range(self.layers)
             for name, (inputs, outputs) in self.linears(layer).items()
             if name in targets
-        )
+            for shape in ((rank, inputs), (outputs, rank))
+        ]
+
+    def adapter_parameters(self, rank: int, targets: list[str]) -> int:
+        """Parameters of LoRA adapters of this rank on the named modules."""
+        return sum(map(prod, self.adapter_shapes(rank, targets)))
+
+    @cached_property
+    def merger_shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of every tensor of the vision tower's merger; none for a text model."""
+        return _merger_shapes(self.vision) if self.vision else []
 
     @cached_property
     def product_flops(self) -> int:
@@ -259,6 +272,8 @@ def read_config(model: ModelConfig) -> dict[str, Any]:
             return config
         return {"vocab_size": BUILT_VOCABULARY} | config
     place = locate(model.path)
+    if not place.exists():
+        raise UserError(f"model.path: {place} does not exist; write model.path=PATH, a model in transformers' format")
     if is_gguf(place):
         return gguf_config.read_config(place)
     path = place / "config.json"
@@ -291,10 +306,15 @@ def _vision_parameters(vision: Sizes) -> tuple[int, int]:
     h, wide, depth = int(vision["hidden_size"]), int(vision["intermediate_size"]), int(vision["depth"])
     patch = _product(vision["patch_size"], 2) * _product(vision["temporal_patch_size"], 1) * int(vision["in_channels"])
     block = 4 * h + (h * 3 * h + 3 * h) + (h * h + h) + (h * wide + wide) + (wide * h + h)
-    merged = h * int(vision["spatial_merge_size"]) ** 2
-    out = int(vision["out_hidden_size"])
     tower = patch * h + h + int(vision["num_position_embeddings"]) * h + depth * block
-    return tower, 2 * h + merged * merged + merged + merged * out + out
+    return tower, sum(map(prod, _merger_shapes(vision)))
+
+
+def _merger_shapes(vision: Sizes) -> list[tuple[int, int]]:
+    """A norm and two linear modules, each with weight and bias."""
+    h, out = int(vision["hidden_size"]), int(vision["out_hidden_size"])
+    merged = h * int(vision["spatial_merge_size"]) ** 2
+    return [(h, 1), (h, 1), (merged, merged), (merged, 1), (out, merged), (out, 1)]
 
 
 def _product(size: int | list[int], dimensions: int) -> int:

@@ -1,7 +1,7 @@
 """The transformers configuration of a GGUF file, read from the file's own head. No torch.
 
-transformers reads weights, tokenizer and chat template of such a file by itself (`gguf_file=`); this is what planning and
-budgeting need before that.
+transformers reads weights, tokenizer and chat template of such a file by itself (`gguf_file=`); this is what planning
+and budgeting need before that.
 """
 
 from __future__ import annotations

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from configs.errors import UserError
@@ -36,16 +42,31 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
     path = locate(config.path)
     processor = tiny.load_processor(path)
     folder, more = from_pretrained_arguments(path)
-    model_type = AutoConfig.from_pretrained(folder, local_files_only=True, **more).model_type
-    auto = AutoModelForCausalLM
-    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        auto = AutoModelForImageTextToText
+    own = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
     # What does not fit is reported as such, then `audit` refuses it.
-    model, keys = auto.from_pretrained(
+    model, keys = _auto(own).from_pretrained(
         folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **more
     )
     audit(path, keys)
     return model.eval(), processor
+
+
+def skeleton(config: ModelConfig) -> PreTrainedModel:
+    """The model of `config` without memory: on the meta device, from its configuration alone, in eval mode."""
+    if config.path is None:
+        own = tiny.build_config(config.build)
+    else:
+        folder, more = from_pretrained_arguments(locate(config.path))
+        own = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    with torch.device("meta"):
+        model: PreTrainedModel = _auto(own).from_config(own, dtype=DTYPES[config.dtype])
+    return model.eval()
+
+
+def _auto(config: PreTrainedConfig) -> Any:
+    """transformers' factory for models of this kind, with a vision tower where there is one."""
+    with_images = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def audit(folder: Path, keys: dict[str, Any]) -> None:
@@ -90,7 +111,7 @@ def make_ready(adapted: nn.Module, config: Config) -> None:
     patch.install(adapted, config.model.attention, config.model.deltanet)
     unit.install(found, config.memory.recompute)
     if config.memory.recompute and config.memory.tile_rows:
-        tiles.install(found, config.memory.tile_rows)
+        tiles.install(found, config.memory.tile_rows, config.model.elementwise)
 
 
 def refuse_running_dropout(model: nn.Module) -> None:

@@ -178,12 +178,45 @@ def bytes_of(budget: Budget, name: str) -> int:
 
 def test_terms_of_a_node_of_eight() -> None:
     budget = predict(config(), PACK)
-    assert gib(budget.total("host")) == 704
-    assert bytes_of(budget, "layer inputs") == 2 * tensor_bytes(144_000, 5_120)
-    frozen = sum(budget.geometry.parameters.values()) - budget.geometry.parameters["merger"]
-    assert bytes_of(budget, "frozen weights") == frozen * 2 // 16
+    assert gib(budget.total("host")) == 8 * 63 * 88 / 64
+    assert bytes_of(budget, "layer inputs") == 3 * tensor_bytes(144_000, 5_120)
+    assert bytes_of(budget, "frozen weights") == sum(budget.geometry.parameters.values()) * 2 // 16
     assert budget.hardware_flops == budget.model_flops + recomputed_flops(budget.geometry, PACK)
-    assert budget.total("gpu") == sum(term.bytes for term in budget.terms if term.place == "gpu")
+
+
+def test_logits_and_a_layer_s_backward_never_meet() -> None:
+    budget = predict(config(), PACK)
+    by_time = {
+        when: sum(term.bytes for term in budget.terms if term.place == "gpu" and term.when == when)
+        for when in ("always", "loss", "layer")
+    }
+    assert by_time["loss"] == bytes_of(budget, "logits of a chunk")
+    assert by_time["layer"] == bytes_of(budget, "one layer recomputed") + bytes_of(budget, "gradients in the layer")
+    assert budget.total("gpu") == by_time["always"] + by_time["layer"]
+    short = replace(PACK, positions=100, chunks=10)
+    assert predict(config(), short).total("gpu") == sum(
+        term.bytes for term in predict(config(), short).terms if term.place == "gpu" and term.when != "layer"
+    )
+
+
+def test_a_measured_layer() -> None:
+    """An H200 held 57 GiB above weights and layer inputs in the backward of one recomputed layer of this pack, with
+    unfused kernels; the residual stream's three tensors are part of that."""
+    budget = predict(config(adapter=AdapterConfig(dropout=0.05)), PACK)
+    inside = ("one layer recomputed", "gradients in the layer", "residual stream")
+    assert sum(gib(bytes_of(budget, name)) for name in inside) == pytest.approx(57, rel=0.05)
+
+
+def test_the_first_rank_has_an_adapter_s_rows() -> None:
+    """Sharding cuts the first dimension: of 64 ranks the first eight have one row of a lora_A of rank 8 each."""
+    many = config(slurm=SlurmConfig(nodes=8, tasks_per_node=8, gpus_per_node=8))
+    budget = predict(many, PACK)
+    geometry = budget.geometry
+    shapes = [*geometry.adapter_shapes(8, AdapterConfig().targets), *geometry.merger_shapes]
+    rows = sum(-(-first // 64) * second for first, second in shapes)
+    assert bytes_of(budget, "trained parameters") == 16 * rows
+    total = geometry.adapter_parameters(8, AdapterConfig().targets) + geometry.parameters["merger"]
+    assert rows > 1.5 * total / 64
 
 
 def test_offload_moves_layer_inputs_to_the_host() -> None:
@@ -191,9 +224,11 @@ def test_offload_moves_layer_inputs_to_the_host() -> None:
     some = predict(config(memory=MemoryConfig(offload="10")), PACK)
     assert bytes_of(kept, "layer inputs") == 64 * tensor_bytes(144_000, 5_120)
     assert bytes_of(some, "layer inputs") == (54 + 2) * tensor_bytes(144_000, 5_120)
+    short = predict(config(memory=MemoryConfig(offload="10")), ALONE)
+    assert short.total("host") == some.total("host"), "the pool is made for pack.max_positions"
     assert kept.total("host") == 0
     assert gib(some.total("host")) == 110
-    assert [offloaded_layers(text, 64) for text in ("none", "auto", "3", "99")] == [0, 64, 3, 64]
+    assert [offloaded_layers(text, 64) for text in ("none", "auto", "3", "99")] == [0, 63, 3, 63]
 
 
 def test_without_recomputation_every_layer_keeps_its_tensors() -> None:
@@ -224,8 +259,8 @@ def test_without_a_plan_the_budget_is_that_of_the_longest_example() -> None:
 
 def test_too_little_memory_is_refused_with_the_largest_terms() -> None:
     budget = predict(config(), PACK)
-    budget.refuse(gpu_bytes=budget.total("gpu"), host_bytes=704 * GIB)
-    with pytest.raises(UserError, match=r"needs 704\.0 GiB of a node's pinned memory, which has 512\.0: largest .*off"):
+    budget.refuse(gpu_bytes=budget.total("gpu"), host_bytes=693 * GIB)
+    with pytest.raises(UserError, match=r"needs 693\.0 GiB of a node's pinned memory, which has 512\.0: largest .*off"):
         budget.refuse(host_bytes=512 * GIB)
     with pytest.raises(UserError, match=r"of a GPU, which has 8\.0: largest terms one layer recomputed"):
         budget.refuse(gpu_bytes=8 * GIB)
@@ -235,9 +270,9 @@ def test_a_budget_is_printed_and_is_json() -> None:
     budget = predict(config(), PACK)
     text = describe(budget)
     assert "144,000 positions: 81 segments, 7.21e+09 visible pairs" in text
-    assert "704.000 GiB pinned on each node" in text
+    assert "693.000 GiB pinned on each node" in text
     assert all(term.name in text for term in budget.terms)
-    assert json.loads(json.dumps(summary(budget)))["host_bytes_per_node"] == 704 * GIB
+    assert json.loads(json.dumps(summary(budget)))["host_bytes_per_node"] == 693 * GIB
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "defaults" not in name])

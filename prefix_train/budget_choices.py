@@ -1,0 +1,121 @@
+"""What each adapter target and each option would change in a budget, and the largest pack that fits. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from configs.schema import Config
+from prefix_train.budget import GIB, Budget, Shape, predict
+
+RESERVE = 4 * GIB
+"""Of a GPU, kept free for what no term covers: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A change of one option. gpu_bytes, host_bytes: what it adds on each GPU, and pinned on each node. flops: factor
+    on the FLOPs that are computed."""
+
+    change: str
+    gpu_bytes: int
+    host_bytes: int
+    flops: float
+
+
+def choices(config: Config, found: Budget) -> list[Choice]:
+    """What single changes of `config`, whose budget is `found`, would cost or save, for a pack of the same shape."""
+    listed = []
+    for change, other in _changes(config, found):
+        budget = predict(other, found.shape)
+        gpu, host = (budget.total(place) - found.total(place) for place in ("gpu", "host"))
+        listed.append(Choice(change, gpu, host, budget.hardware_flops / found.hardware_flops))
+    return listed
+
+
+def _changes(config: Config, found: Budget) -> Iterator[tuple[str, Config]]:
+    if config.train.trainable == "adapter":
+        yield from _adapter_changes(config, found)
+    memory, train = config.memory, config.train
+    if memory.offload == "none":
+        yield (
+            "memory.recompute=" + str(not memory.recompute).lower(),
+            _with(config, "memory", recompute=not memory.recompute),
+        )
+    for offload in ("none", "auto") if memory.recompute else ():
+        if offload != memory.offload:
+            yield f"memory.offload={offload}", _with(config, "memory", offload=offload)
+    rows = max(1, train.loss_chunk_rows // 2)
+    yield f"train.loss_chunk_rows={rows}", _with(config, "train", loss_chunk_rows=rows)
+
+
+def _adapter_changes(config: Config, found: Budget) -> Iterator[tuple[str, Config]]:
+    geometry, adapter = found.geometry, config.adapter
+    names = sorted({name for layer in range(geometry.layers) for name in geometry.linears(layer)})
+    for name in names:
+        if name not in adapter.targets:
+            yield f"adapter on {name}", _with(config, "adapter", targets=[*adapter.targets, name])
+        elif len(adapter.targets) > 1:
+            without = [target for target in adapter.targets if target != name]
+            yield f"no adapter on {name}", _with(config, "adapter", targets=without)
+    yield f"adapter.rank={2 * adapter.rank}", _with(config, "adapter", rank=2 * adapter.rank)
+    dropout = 0.0 if adapter.dropout else 0.05
+    yield f"adapter.dropout={dropout:g}", _with(config, "adapter", dropout=dropout)
+    if geometry.vision:
+        merger = not adapter.merger
+        yield f"adapter.merger={str(merger).lower()}", _with(config, "adapter", merger=merger)
+
+
+def _with(config: Config, section: str, **changes: Any) -> Config:
+    return replace(config, **{section: replace(getattr(config, section), **changes)})
+
+
+def largest_pack(config: Config, shape: Shape, gpu_bytes: int, host_bytes: int | None = None) -> int:
+    """Most positions of a pack in the proportions of `shape` that fit a GPU of `gpu_bytes`, less RESERVE, and a node
+    that can pin `host_bytes`; 0 where none does. In whole thousands above 10,000."""
+
+    def fits(positions: int) -> bool:
+        grown = _with(config, "pack", max_positions=positions)
+        found = predict(grown, scaled(shape, positions))
+        within = found.total("gpu") <= gpu_bytes - RESERVE
+        return within and (host_bytes is None or found.total("host") <= host_bytes)
+
+    low, high = 0, 1
+    while fits(high) and high < 1 << 40:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low - low % 1000 if low > 10_000 else low
+
+
+def scaled(shape: Shape, positions: int) -> Shape:
+    """A pack in the proportions of `shape` with so many positions; every count is at least what one segment has."""
+
+    def grow(count: int) -> int:
+        return -(-count * positions // shape.positions)
+
+    pairs = shape.pairs * positions**2 // shape.positions**2
+    return Shape(positions, pairs, grow(shape.segments), grow(shape.inner), grow(shape.chunks), grow(shape.rows))
+
+
+def summary(listed: list[Choice], gpu_bytes: int | None, largest: int | None) -> dict[str, Any]:
+    """As JSON has it. Nothing fits nowhere: without a GPU there is no largest pack."""
+    return {"choices": [asdict(choice) for choice in listed], "gpu_bytes_there": gpu_bytes, "largest_pack": largest}
+
+
+def describe(listed: list[Choice], gpu_bytes: int | None, largest: int | None) -> str:
+    """As a table, dearest on the GPU first."""
+    lines = ["one change at a time:   GiB on each GPU   GiB pinned on each node   FLOPs"]
+    for choice in sorted(listed, key=lambda choice: (-choice.gpu_bytes, choice.change)):
+        lines.append(
+            f"  {choice.change:<28}{choice.gpu_bytes / GIB:+11.3f}{choice.host_bytes / GIB:+26.3f}{choice.flops:8.3f}"
+        )
+    if gpu_bytes is not None:
+        fits = f"{largest:,} positions" if largest else "none"
+        lines.append(
+            f"largest pack of such proportions on a GPU of {gpu_bytes / 1e9:g} GB, {RESERVE / GIB:g} GiB of it kept "
+            f"free: {fits}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""What single changes cost, and the largest pack that fits: by predicting again, never by rules of thumb."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from configs.schema import AdapterConfig, MemoryConfig, ModelConfig, SlurmConfig
+from prefix_train.budget import GIB, Shape, predict, tensor_bytes
+from prefix_train.budget_choices import RESERVE, choices, describe, largest_pack, scaled, summary
+from tests.unit.test_budget import PACK, config
+from tests.unit.test_geometry import MODELS
+
+EIGHTY = 80 * 10**9
+
+
+def test_each_change_is_the_difference_of_two_budgets() -> None:
+    given = config(adapter=AdapterConfig(dropout=0.05))
+    found = predict(given, PACK)
+    listed = {choice.change: choice for choice in choices(given, found)}
+    up = predict(config(adapter=replace(given.adapter, targets=[*given.adapter.targets, "up_proj"])), PACK)
+    assert listed["adapter on up_proj"].gpu_bytes == up.total("gpu") - found.total("gpu")
+    assert listed["no adapter on q_proj"].gpu_bytes < 0
+    down = tensor_bytes(144_000, 17_408, itemsize=3)  # its input once more, and a mask of a byte
+    assert listed["adapter on down_proj"].gpu_bytes == pytest.approx(down, rel=0.01)
+    away = listed["memory.offload=none"]
+    assert away.host_bytes == -found.total("host")
+    assert away.gpu_bytes == 61 * tensor_bytes(144_000, 5_120)
+    assert listed["train.loss_chunk_rows=2048"].gpu_bytes == 0, "logits are gone when the layers' backward begins"
+    assert "adapter.dropout=0" in listed
+    assert "adapter.merger=false" in listed
+
+
+def test_recomputing_is_a_choice_where_nothing_is_offloaded() -> None:
+    given = config(memory=MemoryConfig(offload="none"))
+    listed = {choice.change: choice for choice in choices(given, predict(given, PACK))}
+    assert listed["memory.recompute=false"].flops < 1
+    assert listed["memory.recompute=false"].gpu_bytes > 1000 * GIB
+    assert listed["memory.offload=auto"].gpu_bytes < 0
+
+
+@pytest.mark.parametrize("gpu", [40 * 10**9, EIGHTY])
+def test_the_largest_pack_fits_and_a_larger_one_does_not(gpu: int) -> None:
+    given = config()
+    largest = largest_pack(given, PACK, gpu)
+    assert largest % 1000 == 0
+
+    def needed(positions: int) -> int:
+        return predict(given, scaled(PACK, positions)).total("gpu")
+
+    assert needed(largest) <= gpu - RESERVE < needed(largest + 1000)
+
+
+def test_pinned_memory_limits_the_pack_too() -> None:
+    given = config()
+    largest = largest_pack(given, PACK, EIGHTY, host_bytes=300 * GIB)
+    assert 0 < largest < largest_pack(given, PACK, EIGHTY)
+    assert largest_pack(given, PACK, 4 * GIB) == 0
+
+
+def test_a_scaled_shape_keeps_proportions() -> None:
+    assert scaled(PACK, PACK.positions) == PACK
+    half = scaled(PACK, 72_000)
+    assert (half.segments, half.inner, half.chunks, half.rows) == (41, 1, 1140, 4000)
+    assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1)
+
+
+def test_choices_are_printed_and_are_json() -> None:
+    given = config()
+    listed = choices(given, predict(given, PACK))
+    text = describe(listed, EIGHTY, 100_000)
+    assert "80 GB, 4 GiB of it kept free: 100,000 positions" in text
+    assert all(choice.change in text for choice in listed)
+    assert "none" in describe(listed, EIGHTY, 0)
+    assert "largest" not in describe(listed, None, None)
+    assert summary(listed, None, None)["largest_pack"] is None
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "defaults" not in name])
+def test_every_family_has_choices(name: str) -> None:
+    given = config(
+        model=ModelConfig(build=MODELS[name]),
+        adapter=AdapterConfig(targets=["q_proj", "k_proj"]),
+        slurm=SlurmConfig(tasks_per_node=1),
+    )
+    assert choices(given, predict(given, Shape.of([8, 2], [-1, 0], 2)))
