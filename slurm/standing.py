@@ -180,7 +180,7 @@ def drains(run: Path) -> list[str]:
 
     Where a life points to all of several nodes none is odd, and none is named.
     """
-    found = {}
+    found: dict[str, str] = {}
     for one in life.read(run):
         odd = one.culprits if len(one.culprits) < max(2, len(one.nodes)) else ()
         found |= {node: drain.command(node, f"{one.cause} at update {one.update} of {run.name}") for node in odd}
