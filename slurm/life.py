@@ -20,6 +20,7 @@ from configs import runfolder
 from configs.compose import from_run
 from configs.console import make_app
 from configs.console import run as run_app
+from configs.errors import UserError
 from prefix_train import heartbeat
 from slurm import policy, scheduler
 from slurm.policy import Life
@@ -34,11 +35,17 @@ MAX_MOVES = 2
 
 
 def begin(run: Path, attempt: int) -> None:
-    """Make `attempt` the run's present life. Raises StaleAttempt where a later one has begun."""
+    """Make `attempt` the run's present life. Raises StaleAttempt where a later one has begun.
+
+    UserError where the run folder cannot be written: nobody could leave a word in it later.
+    """
     now = runfolder.current_attempt(run)
     if attempt < now:
         raise runfolder.StaleAttempt(f"attempt {attempt} may not begin in {run}: the job is in attempt {now}")
-    runfolder.write_text(run / runfolder.ATTEMPT, f"{attempt}\n")
+    try:
+        runfolder.write_text(run / runfolder.ATTEMPT, f"{attempt}\n")
+    except OSError as error:
+        raise UserError(f"the run folder {run} cannot be written: {error.strerror}: put that right first") from error
 
 
 def begin_next(run: Path) -> int:

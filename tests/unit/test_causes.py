@@ -170,6 +170,8 @@ def test_run_folder_that_is_gone_or_cannot_be_written_is_told(run: Path) -> None
     found = finish.conclude(refusing, 1)
     assert found.line.startswith(f"failed: the run folder {refusing} cannot be written: ")
     assert (found.status, found.cause) == (1, "setup")
+    with pytest.raises(UserError, match="the run folder /proc/self cannot be written: "):
+        life.begin(refusing, 0)
     assert finish.conclude(run, 0).line == "failed: rank 0 left no word of how it ended"
     assert not list(run.iterdir()), "nothing is left of the trial"
 
