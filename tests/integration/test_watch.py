@@ -26,7 +26,7 @@ from prefix_train import heartbeat
 from slurm import alarms, deadlines, evidence, stacks, verdict, watch
 from slurm.evidence import Alarm
 from slurm.watch import Watcher
-from tests.standins import wait_for
+from tests.standins import make_clone, run_folder, submit, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -448,3 +448,14 @@ def test_pid_that_belongs_to_somebody_else_is_not_touched(tmp_path: Path) -> Non
     assert watch.is_alive(beat)
     before = psutil.Process().create_time() - 10
     assert not watch.is_alive(dataclasses.replace(beat, time=before))
+
+
+def test_ranks_of_a_local_run_do_not_start_without_a_watcher(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path / "clone")
+    first, then = "from __future__ import annotations\n", 'if __name__ == "__main__":\n    raise SystemExit(1)\n'
+    path = clone / "slurm" / "watch.py"
+    path.write_text(path.read_text().replace(first, first + then))
+    done = submit(clone, "watch.start_s=2")
+    assert done.returncode == 1
+    assert re.fullmatch(r"failed: rank \d on \S+ was not started: no watcher .*", done.stderr.splitlines()[-1])
+    assert not (run_folder(clone / "runs") / "seen").exists()
