@@ -7,13 +7,15 @@ real widths, in every length bucket that its packs can reach, and searches are c
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +25,15 @@ import torch
 from configs import kernel_pins
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import budget, lengths
-from prefix_train.deltanet import resolve_kernels, tree_conv, tree_delta_rule
+from prefix_train import budget, compiling, lengths, trial
+from prefix_train.deltanet import resolve_kernels
 from prefix_train.geometry import Geometry, read_config
-from prefix_train.layout import CHUNK, Layout
 
 MODULES = ("fla.modules.causal_conv1d", "fla.modules.norm.l2norm", "fla.ops.gated_delta_rule")
 """What holds the kernels of `flash_linear`."""
 
 BUCKET = 65536
 """Rows (tokens x heads) of one length bucket: FLA's key `NB` of its L2 norm (fla/modules/norm/l2norm.py of 0.6.0)."""
-
-SHARE = 2 * CHUNK
-"""Tokens of each of the two continuations in a trial."""
 
 
 @dataclass
@@ -154,35 +152,30 @@ def searching_kernels(config: Config, device: torch.device) -> Geometry | None:
 def buckets(geometry: Geometry, most: int) -> list[int]:
     """Tokens, ascending, one number for each length bucket that packs of up to `most` positions can reach."""
     heads = int(geometry.text["linear_num_key_heads"])
-    least, count = 2 * SHARE + CHUNK, -(-most * heads // BUCKET)
-    return sorted({max(least, min(most, bucket * BUCKET // heads)) for bucket in range(1, count + 1)})
+    count = -(-most * heads // BUCKET)
+    return sorted({max(trial.LEAST, min(most, bucket * BUCKET // heads)) for bucket in range(1, count + 1)})
 
 
-def trial(config: Config, geometry: Geometry, tokens: int, device: torch.device) -> None:
-    """Forward and backward of one Gated DeltaNet layer's kernels over a prefix and two continuations."""
-    sizes = geometry.text
-    heads, value_heads = int(sizes["linear_num_key_heads"]), int(sizes["linear_num_value_heads"])
-    width, value_width = int(sizes["linear_key_head_dim"]), int(sizes["linear_value_head_dim"])
-    tree = [tokens - 2 * SHARE, SHARE, SHARE], [-1, 0, 0]
-    layout = Layout.from_tree(*tree, width=int(sizes["linear_conv_kernel_dim"])).to(device)
-    dtype = getattr(torch, config.model.dtype)
-    channels = 2 * geometry.linear_key_width + geometry.linear_value_width
-    weight = torch.randn(channels, layout.width, dtype=dtype, device=device) / layout.width
-    weight.requires_grad_(config.train.trainable == "all")
-    mixed = torch.randn(tokens, channels, dtype=dtype, device=device, requires_grad=True)
-    convolved = tree_conv(mixed, weight, None, layout, kernels="fla")[None]
-    parts = torch.split(convolved, [geometry.linear_key_width] * 2 + [geometry.linear_value_width], dim=-1)
-    query, key = (part.reshape(1, tokens, heads, width) for part in parts[:2])
-    value = parts[2].reshape(1, tokens, value_heads, value_width)
-    decay = torch.full((1, tokens, value_heads), -0.05, device=device, requires_grad=True)
-    beta = torch.full((1, tokens, value_heads), 0.5, dtype=dtype, device=device, requires_grad=True)
-    out = tree_delta_rule(query, key, value, decay, beta, layout, kernels="fla")
-    out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+def compile_ahead(config: Config, device: torch.device) -> float:
+    """Compile the job's kernels side by side, which the first update would do one after the other; seconds taken.
+
+    Comes after `use_pins`. What is not pinned is left to its first launch.
+    """
+    geometry = searching_kernels(config, device)
+    if geometry is None or "FLA_CONFIG_DIR" not in os.environ:
+        return 0.0
+    began = time.monotonic()
+    with suppress(compiling.WouldSearch), compiling.without_launching():
+        trial.delta_net(config, geometry, trial.LEAST, device)
     torch.cuda.synchronize(device)
+    return time.monotonic() - began
 
 
 def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
-    """Run every kernel of the job and count searches, with the memory that the run's largest pack leaves.
+    """Run every kernel of the job and count searches.
+
+    An update of the model's distinct layers over a short pack, then the kernels that search in every length bucket,
+    with the memory that the run's largest pack leaves.
 
     Returns {passed, said, launched, searches, problems}. Must run in a process that has not imported `fla`.
     """
@@ -192,12 +185,17 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
     if geometry is None:
         return {"passed": True, "said": said, "launched": [], "searches": {}, "problems": {}}
     pins = pins or kernel_pins.folder(torch.cuda.get_device_name())
-    leave_what_a_pack_leaves(config, geometry, device)
     wrong: dict[str, str] = {}
+    compile_ahead(config, device)
     with watched() as launches:
         try:
+            trial.whole_update(config, trial.LEAST, device)
+            gc.collect()  # a patched model refers to itself
+            torch.cuda.empty_cache()
+            leave_what_a_pack_leaves(config, geometry, device)
             for tokens in buckets(geometry, config.pack.max_positions):
-                trial(config, geometry, tokens, device)
+                trial.delta_net(config, geometry, tokens, device)
+            torch.cuda.synchronize(device)
         except torch.OutOfMemoryError as error:
             wrong["memory"] = str(error).splitlines()[0]
     wrong |= {kernel: f"searched {count} times" for kernel, count in sorted(launches.searches.items())}

@@ -17,11 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Ints = npt.NDArray[np.int64]
 
 CHUNK = 64
 """Tokens that the delta rule computes at a time; flash-linear-attention's, which `Group.chunk_indices` is made for."""
+
+ALIGN = 2
+"""Entries of 16 bytes, where each table on a device begins: Triton compiles a kernel anew for a pointer that is not
+so aligned."""
 
 GROUP = 128
 """Segments of one recurrent call. Their states take 512 MiB at 64 heads of 128 x 128 in float32."""
@@ -187,7 +192,7 @@ class Layout:
         if target == self.device:
             return self
         tables = [getattr(part, name) for part in self._parts() for name in part.TABLES]
-        flat = torch.cat([table.flatten() for table in tables])
+        flat = torch.cat([functional.pad(table.flatten(), (0, table.numel() % ALIGN)) for table in tables])
         if target.type == "cuda":
             flat = flat.pin_memory()
         moved = flat.to(target, non_blocking=non_blocking)
@@ -200,7 +205,7 @@ class Layout:
             for name in part.TABLES:
                 table = getattr(part, name)
                 setattr(part, name, moved[taken : taken + table.numel()].view(table.shape))
-                taken += table.numel()
+                taken += table.numel() + table.numel() % ALIGN
         return layout
 
     def visible(self) -> Tensor:

@@ -50,8 +50,9 @@ def main(run: Path) -> int:
     with dist.joined(config.watch.collective_timeout_s) as ranks, Recorder(run, rank, lambda: beat.standing):
         if ranks.device.type == "cuda":
             pinned = kernels.use_pins()
+            compiling_s = kernels.compile_ahead(config, ranks.device)
             if rank == 0:
-                print(pinned, flush=True)
+                print(f"{pinned}; compiled in {compiling_s:.0f} s", flush=True)
         life = Life(run, config, ranks, beat)
         with life.reporter:
             finished = life.train(stop)

@@ -18,13 +18,16 @@ import torch
 from configs import kernel_pins, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import kernels
+from prefix_train import compiling, kernels, trial
 
 FIELDS = ("num_warps", "num_stages", "num_ctas")
 
 
 def tune(config: Config, out: Path | None = None) -> dict[str, Any]:
     """Search with free memory and write the pins of this GPU's model to `out`, by default configs/fla/<GPU>.
+
+    What searches: an update of the model's distinct layers over a shortened pack, then Gated DeltaNet's kernels in a
+    middle and the longest length bucket of the job's packs.
 
     Must run in a process that has not imported `fla`. UserError without CUDA, or where the job's kernels do not search.
     """
@@ -42,10 +45,12 @@ def tune(config: Config, out: Path | None = None) -> dict[str, Any]:
     made = {**kernels.versions(), "gpu": gpu, "date": time.strftime("%Y-%m-%d")}
     reach = kernels.buckets(geometry, config.pack.max_positions)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as cache, kernels.watched() as launches:
+    with tempfile.TemporaryDirectory() as cache, compiling.candidates_side_by_side(), kernels.watched() as launches:
         os.environ["TRITON_CACHE_DIR"] = cache  # what lies in another folder may be the result of another search
-        for tokens in sorted({reach[0], reach[len(reach) // 2], reach[-1]}):
-            kernels.trial(config, geometry, tokens, device)
+        trial.whole_update(config, reach[0], device)
+        for tokens in sorted({reach[len(reach) // 2], reach[-1]} - {reach[0]}):
+            trial.delta_net(config, geometry, tokens, device)
+        torch.cuda.synchronize(device)
     searched = {name: autotuner for name, autotuner in launches.autotuners.items() if launches.searches[name]}
     pins = out or kernel_pins.folder(gpu)
     write(pins, searched, made)

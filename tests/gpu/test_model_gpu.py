@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from prefix_train.plan import plan_evaluation
 from prefix_train.render import Example
 from prefix_train.tree import build_forest
 from prefix_train.verify import Half
-from tests import conversations, oracle
+from tests import conversations, models, oracle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +38,7 @@ pytestmark = [
 
 FAMILY = "qwen3_5 for CUDA"
 MIN_SHARED = 4
+DRAWS = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,9 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def base(dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """On the CPU."""
-    return conversations.build(FAMILY, dtype)
+def base(dtype: torch.dtype, draw: int = 0) -> tuple[PreTrainedModel, Any]:
+    """On the CPU. draw: of the weights."""
+    built, processor = conversations.build(FAMILY, torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(draw)
+        models.draw(built)
+    return built.to(dtype), processor
 
 
 @cache
@@ -67,9 +73,9 @@ def examples(folder: Path, images: conversations.Images) -> list[Example]:
 
 
 @cache
-def truth(folder: Path, dtype: torch.dtype) -> Half:
+def truth(folder: Path, dtype: torch.dtype, draw: int = 0) -> Half:
     """The examples alone in float64, with the weights that `dtype` can hold."""
-    wide = copy.deepcopy(base(dtype)[0]).double()
+    wide = copy.deepcopy(base(dtype, draw)[0]).double()
     with oracle.float64(), plain_torch():
         return verify.standalone(wide, examples(folder, "both"))
 
@@ -84,9 +90,9 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-def standalone(folder: Path, dtype: torch.dtype) -> Half:
+def standalone(folder: Path, dtype: torch.dtype, draw: int = 0) -> Half:
     """The examples alone on CUDA through transformers' model; gradients are added in float64."""
-    built, found = copy.deepcopy(base(dtype)[0]).cuda(), examples(folder, "both")
+    built, found = copy.deepcopy(base(dtype, draw)[0]).cuda(), examples(folder, "both")
     halves = [verify.standalone(built, [example]) for example in found]
     sums = {name: sum(half.gradients[name] for half in halves) / len(found) for name in halves[0].gradients}
     return Half({index: half.losses[0] for index, half in enumerate(halves)}, sums)  # type: ignore[arg-type]
@@ -99,7 +105,14 @@ def packs_of(found: Sequence[Example], most: int) -> tuple[Pack, ...]:
 
 
 def root_of(
-    dtype: torch.dtype, attention: str, deltanet: str, images: bool, *, recompute: bool = True, **adapter: Any
+    dtype: torch.dtype,
+    attention: str,
+    deltanet: str,
+    images: bool,
+    *,
+    draw: int = 0,
+    recompute: bool = True,
+    **adapter: Any,
 ) -> model.Root:
     """A fresh model on CUDA, ready to be trained: adapters and merger where `adapter` is given, else all of it."""
     config = Config(
@@ -108,13 +121,13 @@ def root_of(
         adapter=AdapterConfig(**adapter),
         memory=MemoryConfig(recompute=recompute),
     )
-    prepared = model.prepare(copy.deepcopy(base(dtype)[0]), config)
+    prepared = model.prepare(copy.deepcopy(base(dtype, draw)[0]), config)
     return model.Root(prepared, dtype, chunk_rows=64, images=images).cuda()
 
 
-def packed(folder: Path, dtype: torch.dtype, attention: str, deltanet: str, most: int = 4096) -> Half:
+def packed(folder: Path, dtype: torch.dtype, attention: str, deltanet: str, most: int = 4096, draw: int = 0) -> Half:
     found = examples(folder, "both")
-    return verify.packed(root_of(dtype, attention, deltanet, images=True), packs_of(found, most), found)
+    return verify.packed(root_of(dtype, attention, deltanet, images=True, draw=draw), packs_of(found, most), found)
 
 
 def whole_error(half: Half, wanted: Half) -> float:
@@ -140,12 +153,28 @@ def loss_error(half: Half, wanted: Half) -> float:
 
 @pytest.mark.parametrize("attention", ["auto", "flex"])
 def test_bfloat16_is_as_close_as_standalone(folder: Path, attention: str) -> None:
+    """Over several draws of the weights: in a single one a few roundings decide which side is closer."""
     pytest.importorskip("fla")
-    wanted, alone = truth(folder, torch.bfloat16), standalone(folder, torch.bfloat16)
-    found = packed(folder, torch.bfloat16, attention, "auto")
     for name, error in (("gradient", whole_error), ("loss", loss_error)):
-        print(attention, name, "packed", error(found, wanted), "standalone", error(alone, wanted))
-        assert error(found, wanted) <= 1.2 * error(alone, wanted)
+        pack, alone = [], []
+        for draw in range(DRAWS):
+            wanted = truth(folder, torch.bfloat16, draw)
+            pack.append(error(bfloat16(folder, attention, draw), wanted))
+            alone.append(error(bfloat16(folder, None, draw), wanted))
+        print(attention, name, "packed", pack, "standalone", alone)
+        assert root_mean_square(pack) <= 1.2 * root_mean_square(alone)
+
+
+@cache
+def bfloat16(folder: Path, attention: str | None, draw: int) -> Half:
+    """Packs, or with attention None the examples alone."""
+    if attention is None:
+        return standalone(folder, torch.bfloat16, draw)
+    return packed(folder, torch.bfloat16, attention, "auto", draw=draw)
+
+
+def root_mean_square(errors: Sequence[float]) -> float:
+    return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
 def trainer(root: model.Root, lr: float) -> step.Stepper:
@@ -167,7 +196,7 @@ def batches_of(found: Sequence[Example], most: int) -> list[Batch]:
 
 
 def taken(run: step.Stepper) -> dict[str, Tensor]:
-    return {name: parameter.grad.double() for name, parameter in run.parameters.items()}
+    return {name: parameter.grad.double() for name, parameter in run.parameters.items() if parameter.grad is not None}
 
 
 def test_updates_of_adapters_with_dropout(folder: Path) -> None:

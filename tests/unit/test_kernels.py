@@ -11,10 +11,13 @@ import torch
 
 from configs import compose, kernel_pins
 from configs.errors import UserError
-from prefix_train import kernels, tune
+from prefix_train import kernels, trial, tune
 from prefix_train.geometry import Geometry, read_config
 
 CONFIG = compose.load(Path(__file__).parents[1] / "data" / "period-27b.yaml")
+TINY = {"model_type": "qwen3_5_text", "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
 MADE = {"triton": "3.6.0", "fla": "0.6.0", "gpu": "NVIDIA H200", "date": "2026-11-30"}
 
 
@@ -57,6 +60,14 @@ def test_nothing_searches_on_a_cpu_or_with_the_reference() -> None:
     assert kernels.searching_kernels(CONFIG, cuda) is not None
     reference = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, deltanet="reference"))
     assert kernels.searching_kernels(reference, cuda) is None
+
+
+def test_a_trial_update_has_one_layer_of_each_kind() -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="float32", build=TINY))
+    model = trial.distinct_layers(config, torch.device("cpu"))
+    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    assert len(model.model.layers) == 2
+    trial.whole_update(config, trial.LEAST, torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")

@@ -201,6 +201,7 @@ def test_all_tables_move_in_one_transfer() -> None:
     assert all(table.device.type == "meta" for table in tables(moved))
     assert [table.shape for table in tables(moved)] == [table.shape for table in tables(layout)]
     assert all(group.cu_seqlens_cpu.device.type == "cpu" for group in moved.groups())
+    assert {table.storage_offset() % 2 for table in tables(moved)} == {0}  # in int64: 16 bytes
     assert moved.device.type == "meta"
     assert layout.device.type == "cpu"
     assert layout.to("cpu") is layout

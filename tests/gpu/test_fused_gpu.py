@@ -1,0 +1,79 @@
+"""Liger's kernels against transformers' own operations on CUDA: outputs and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
+
+from prefix_train import fused
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.down_proj, self.act_fn = nn.Linear(inner, hidden, bias=False), ACT2FN["silu"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def gradients(module: nn.Module, inputs: list[Tensor], weight: Tensor) -> list[Tensor]:
+    inputs = [one.detach().clone().requires_grad_() for one in inputs]
+    out = module(*(one * 1 for one in inputs))
+    found = torch.autograd.grad((out.double() * weight).sum(), [*inputs, *module.parameters()])
+    return [out.detach(), *found]
+
+
+def error(ours: Tensor, truth: Tensor) -> float:
+    return float((ours.double() - truth.double()).norm() / truth.double().norm())
+
+
+def compare(module: nn.Module, inputs: list[Tensor], wrap: Any) -> None:
+    """In float32 to rounding; in bfloat16 no further from float64 than 1.2 times the module's own operations."""
+    weight = torch.randn(inputs[0].shape, dtype=torch.float64, device="cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        cast = [one.to(dtype) for one in inputs]
+        own = copy.deepcopy(module).to(dtype)
+        other = copy.deepcopy(own)
+        other.forward = wrap(other, "liger", other.forward)
+        truth = gradients(copy.deepcopy(own).double(), [one.double() for one in cast], weight)
+        mine, theirs = gradients(other, cast, weight), gradients(own, cast, weight)
+        for fast, slow, true in zip(mine, theirs, truth, strict=True):
+            floor = 2e-6 if dtype == torch.float32 else 1e-3
+            assert error(fast, true) <= max(1.2 * error(slow, true), floor)
+
+
+@pytest.mark.parametrize("shape", [(1, 333, 5120), (1, 65, 24, 256), (777, 128)])
+@pytest.mark.parametrize("kind", [Qwen3_5RMSNorm, LlamaRMSNorm])
+def test_norms(shape: tuple[int, ...], kind: Any) -> None:
+    torch.manual_seed(1)
+    module = kind(shape[-1], eps=1e-6).cuda()
+    nn.init.normal_(module.weight, 0.3)
+    compare(module, [torch.randn(shape, device="cuda")], fused.Norm)
+
+
+def test_gated_norm() -> None:
+    torch.manual_seed(2)
+    module = Qwen3_5RMSNormGated(128, eps=1e-6).cuda()
+    nn.init.normal_(module.weight, 1.0, 0.1)
+    compare(module, [torch.randn(4097, 128, device="cuda") for _ in range(2)], fused.Norm)
+
+
+def test_feed_forward() -> None:
+    torch.manual_seed(3)
+    compare(Block(512, 1408).cuda(), [torch.randn(1, 517, 512, device="cuda")], fused.FeedForward)
