@@ -79,12 +79,16 @@ def _passing(nodes: Sequence[NodeReport]) -> dict[str, list[tuple[str, dict[str,
 def _columns(
     rows: Sequence[tuple[str, dict[str, Any]]], keys: Sequence[str]
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Each fact with what every node says of it; a fact that is a table is one fact per entry."""
-    flat = [(node, _flatten({key: facts.get(key) for key in keys})) for node, facts in rows]
-    for name in dict.fromkeys(name for _, facts in flat for name in facts):
-        values = [(node, facts.get(name, "absent")) for node, facts in flat]
-        if len({value for _, value in values}) > 1:
-            yield name, values
+    """Each fact with what every node says of it; a fact that is a table is one fact per entry.
+
+    A node that says nothing of a fact is not compared in it: why it does not is another check's.
+    """
+    for key in keys:
+        flat = [(node, _flatten({key: facts[key]})) for node, facts in rows if key in facts]
+        for name in dict.fromkeys(name for _, facts in flat for name in facts):
+            values = [(node, facts.get(name, "absent")) for node, facts in flat]
+            if len({value for _, value in values}) > 1:
+                yield name, values
 
 
 def _flatten(facts: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -88,10 +88,11 @@ class Node:
     """Processes that nvidia-smi lists: uuid of the GPU, pid, MiB."""
     torch: dict[str, object] = field(default_factory=lambda: dict(TORCH))
     """What torch says of its GPUs: devices, capability, cuda (of its build), nccl, nccl_version, cudnn, peers."""
-    addresses: list[str] = field(default_factory=lambda: ["10.0.0.7"])
-    """What the node's host name resolves to; empty: nothing."""
-    interfaces: dict[str, dict[str, Any]] = field(default_factory=lambda: json.loads(json.dumps(INTERFACES)))
-    """Network interfaces, with up, mtu, speed (Mbit/s) and addresses of each; the node's own address is eth0's."""
+    addresses: list[str] | None = field(default_factory=lambda: ["10.0.0.7"])
+    """What the node's host name resolves to; empty: nothing; None: to what it really does."""
+    interfaces: dict[str, dict[str, Any]] | None = field(default_factory=lambda: json.loads(json.dumps(INTERFACES)))
+    """Network interfaces, with up, mtu, speed (Mbit/s) and addresses of each; the node's own address is eth0's. None:
+    the real ones."""
     infiniband: dict[str, tuple[str, str]] = field(default_factory=lambda: dict(INFINIBAND))
     """`device/port` -> state and rate, as files under /sys/class/infiniband say them."""
     disks: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -334,7 +335,8 @@ if 'preflight' in IN:
             raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
         families = {address: socket.AF_INET6 if ':' in address else socket.AF_INET for address in TOLD['addresses']}
         return [(family, socket.SOCK_STREAM, 6, '', (address, port or 0)) for address, family in families.items()]
-    socket.getaddrinfo = told_addresses
+    if TOLD['addresses'] is not None:
+        socket.getaddrinfo = told_addresses
     def told_statvfs(path, real=os.statvfs):
         found, where = real(path), os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ''
         below = lambda folder: (where + '/').startswith(os.path.realpath(folder).rstrip('/') + '/')
@@ -374,11 +376,12 @@ if 'preflight.torch_facts' in IN:
     t.facts = lambda: real_facts() | TOLD['torch']
 if 'preflight.host' in IN:
     import psutil, types
-    fields = {name: {'isup': told['up'], **told} for name, told in TOLD['interfaces'].items()}
-    psutil.net_if_stats = lambda: {name: types.SimpleNamespace(**told) for name, told in fields.items()}
-    psutil.net_if_addrs = lambda: {
-        name: [types.SimpleNamespace(address=address) for address in told['addresses']] for name, told in fields.items()
-    }
+    if TOLD['interfaces'] is not None:
+        fields = {name: {'isup': told['up'], **told} for name, told in TOLD['interfaces'].items()}
+        psutil.net_if_stats = lambda: {name: types.SimpleNamespace(**told) for name, told in fields.items()}
+        psutil.net_if_addrs = lambda: {
+            name: [types.SimpleNamespace(address=one) for one in told['addresses']] for name, told in fields.items()
+        }
     if TOLD['memory_gib'] is not None:
         real_memory = psutil.virtual_memory
         psutil.virtual_memory = lambda: real_memory()._replace(available=int(TOLD['memory_gib'] * 2**30))
