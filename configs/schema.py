@@ -27,6 +27,9 @@ class ModelConfig:
     """Kernels of tree attention: merged dense pieces, FlexAttention (CUDA only), or the dense reference."""
     deltanet: Literal["auto", "reference", "fla"] = "auto"
     """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only)."""
+    elementwise: Literal["auto", "torch", "liger"] = "auto"
+    """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only); `auto`: Liger's where
+    it is installed."""
 
 
 @dataclass(frozen=True)

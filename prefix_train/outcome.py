@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from configs import runfolder
 from configs.schema import Config
-from prefix_train import anatomy, attention, deltanet, evaluate, export, precision, verify
+from prefix_train import anatomy, attention, deltanet, evaluate, export, fused, precision, verify
 from prefix_train import model as models
 from prefix_train.heldout import Heldout
 from prefix_train.plan import plan_heldout
@@ -98,6 +98,7 @@ def kernels(config: Config, device: torch.device) -> dict[str, str]:
     fast = is_flash_linear_attention_available() and device.type == "cuda"
     return {
         "attention": attention.resolve_kernels(config.model.attention, device, models.DTYPES[config.model.dtype]),
+        "elementwise": fused.resolve(config.model.elementwise, device),
         "deltanet": deltanet.resolve_kernels(config.model.deltanet, device),
         "standalone_deltanet": "flash-linear-attention" if fast else "transformers' torch reference",
     }

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from prefix_train import dropout, unit
+from prefix_train import dropout, fused, unit
 from prefix_train.anatomy import Anatomy
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -30,10 +30,11 @@ NORM = "norm"
 """In the name of every module that normalises rows."""
 
 
-def install(found: Anatomy, rows: int) -> None:
+def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
     """Tile norms, adapted linear modules and gated feed-forwards of the decoder's layers. Experts stay as they are.
 
-    rows: a multiple of dropout.BLOCK. Raises ValueError where it is not, and where a layer is not recomputed: tiles are
+    rows: positions of a tile, a multiple of dropout.BLOCK; norms of heads get as many elements. elementwise: see
+    `fused.resolve`. Raises ValueError where `rows` is no such multiple, and where a layer is not recomputed: tiles are
     computed again in backward.
     """
     if rows % dropout.BLOCK:
@@ -44,14 +45,19 @@ def install(found: Anatomy, rows: int) -> None:
         within: set[nn.Module] = set()
         if block is not None and _is_feed_forward(block):
             within = set(block.modules())
-            block.forward = Tiled(block, rows, last=_base(block.down_proj), unread=True)
+            inner = block.forward
+            if fused.knows_activation(block):
+                inner = fused.FeedForward(block, elementwise, inner)
+            block.forward = Tiled(block, rows, inner, last=_base(block.down_proj), unread=True)
         for name, module in layer.named_modules():
             if module in within:
                 continue
             if _normalises(name, module):
-                module.forward = Tiled(module, rows)
+                several = max(1, found.decoder.config.hidden_size // module.weight.shape[-1])
+                tiled = Tiled(module, several * rows, module.forward)
+                module.forward = fused.Norm(module, elementwise, tiled) if fused.knows_norm(module) else tiled
             elif isinstance(module, LoraLayer):
-                module.forward = Tiled(module, rows, last=_base(module))
+                module.forward = Tiled(module, rows, module.forward, last=_base(module))
 
 
 def _normalises(name: str, module: nn.Module) -> bool:
@@ -70,16 +76,23 @@ def _base(linear: nn.Module) -> nn.Module:
 
 
 class Tiled:
-    """Replaces `module.forward`, whose inputs are [..., D] tensors with the same rows. rows: of a tile.
+    """Replaces `module.forward`, whose inputs are [..., D] tensors with the same rows.
 
-    last: the linear module whose product is the output, up to sums. unread: nothing reads the output in a
-    recomputation.
+    rows: of a tile. inner: what computes one. last: the linear module whose product is the output, up to sums.
+    unread: nothing reads the output in a recomputation.
     """
 
-    def __init__(self, module: nn.Module, rows: int, last: nn.Module | None = None, unread: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rows: int,
+        inner: Callable[..., Tensor],
+        last: nn.Module | None = None,
+        unread: bool = False,
+    ) -> None:
         self.module, self.rows, self.last, self.unread = module, rows, last, unread
         self.skipping = False
-        self._inner: Callable[..., Tensor] = module.forward
+        self._inner = inner
         self._dropouts = dropout.find(module)
         if last is not None:
             last.forward = _Last(last, self)

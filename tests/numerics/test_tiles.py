@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import AdapterConfig, Config, MemoryConfig, TrainConfig
-from prefix_train import anatomy, blame, dropout, gradients, model, step, tiles
+from prefix_train import anatomy, blame, dropout, fused, gradients, model, step, tiles
 from prefix_train.dist import Ranks
 from tests import batches, models, oracle
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 COUNT = 7
+TILED = (tiles.Tiled, fused.Norm)
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -82,7 +83,7 @@ def test_tiles_change_no_gradient(family: str, trainable: str) -> None:
     found = []
     for rows in (0, 8):
         trainer = trainer_of(copy.deepcopy(base), options(trainable, rows, targets), images)
-        count = len([1 for module in trainer.root.modules() if isinstance(module.forward, tiles.Tiled)])
+        count = len([1 for module in trainer.root.modules() if isinstance(module.forward, TILED)])
         assert bool(count) == bool(rows)
         found.append(run(trainer, packs))
     assert packs[0].positions % 8
@@ -164,7 +165,7 @@ def test_tiles_need_recomputation_and_whole_blocks() -> None:
     base = models.build("llama", torch.float32)
     config = Config(memory=MemoryConfig(recompute=False))
     prepared = model.prepare(base, config)
-    assert not any(isinstance(module.forward, tiles.Tiled) for module in prepared.modules())
+    assert not any(isinstance(module.forward, TILED) for module in prepared.modules())
     with pytest.raises(ValueError, match="not recomputed"):
         tiles.install(anatomy.find(prepared), 8)
     with pytest.raises(ValueError, match="no multiple"):

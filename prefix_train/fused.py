@@ -1,0 +1,97 @@
+"""Norms and gated activations in one kernel each, through Liger, where the tensors are on CUDA and Liger is installed.
+
+Elsewhere the module's own forward runs, tile by tile. Liger's kernels search for nothing, so there is nothing to pin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from configs.errors import UserError
+
+ZERO_CENTRED = frozenset({"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"})
+"""Norms that scale by 1 + weight, all in float32."""
+PLAIN = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Qwen3VLTextRMSNorm"})
+"""Norms that round to the input's dtype before they scale by the weight."""
+GATED = frozenset({"Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "Qwen3NextRMSNormGated"})
+"""Plain norms times silu(gate)."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def resolve(elementwise: str, device: torch.device) -> str:
+    """What `model.elementwise` (`auto`, `torch` or `liger`) means on `device`. UserError for what cannot run."""
+    there = importlib.util.find_spec("liger_kernel") is not None
+    if elementwise == "auto":
+        return "liger" if there and device.type == "cuda" else "torch"
+    if elementwise == "liger" and device.type != "cuda":
+        raise UserError(f"model.elementwise=liger runs on CUDA, not on {device.type}: set model.elementwise=auto")
+    if elementwise == "liger" and not there:
+        raise UserError("model.elementwise=liger: install liger-kernel (prefix-train[gpu]), or set it to auto")
+    return elementwise
+
+
+class Norm:
+    """Replaces the forward of a norm of a class that is known here. otherwise: where no fused kernel runs."""
+
+    def __init__(self, module: Any, elementwise: str, otherwise: Callable[..., Tensor]) -> None:
+        self.module = module
+        self.elementwise, self.otherwise = elementwise, otherwise
+        name = type(module).__name__
+        self.offset, self.mode = (1.0, "gemma") if name in ZERO_CENTRED else (0.0, "llama")
+        self.gated = name in GATED
+        eps = getattr(module, "variance_epsilon", None)
+        self.eps = float(module.eps if eps is None else eps)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if not runs(inputs[0], self.elementwise):
+            return self.otherwise(*inputs)
+        norm = _liger("rms_norm", "LigerRMSNormFunction")
+        out: Tensor = norm(inputs[0], self.module.weight, self.eps, self.offset, self.mode, False)
+        return silu_mul(inputs[1], out) if self.gated else out
+
+
+class FeedForward:
+    """Replaces the inner forward of a gated feed-forward with SiLU."""
+
+    def __init__(self, block: nn.Module, elementwise: str, otherwise: Callable[..., Tensor]) -> None:
+        self.block: Any = block
+        self.elementwise, self.otherwise = elementwise, otherwise
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if not runs(inputs, self.elementwise):
+            return self.otherwise(inputs)
+        out: Tensor = self.block.down_proj(silu_mul(self.block.gate_proj(inputs), self.block.up_proj(inputs)))
+        return out
+
+
+def knows_norm(module: nn.Module) -> bool:
+    """Is there a fused kernel for this norm?"""
+    return type(module).__name__ in ZERO_CENTRED | PLAIN | GATED
+
+
+def knows_activation(block: Any) -> bool:
+    """Is the gated feed-forward's activation SiLU?"""
+    return isinstance(block.act_fn, nn.SiLU) or type(block.act_fn).__name__ == "SiLUActivation"
+
+
+def runs(inputs: Tensor, elementwise: str) -> bool:
+    """Do fused kernels compute these inputs?"""
+    return inputs.is_cuda and inputs.dtype in DTYPES and resolve(elementwise, inputs.device) == "liger"
+
+
+def silu_mul(gate: Tensor, other: Tensor) -> Tensor:
+    """silu(gate) * other. Backward writes over both: nothing else may have saved them."""
+    out: Tensor = _liger("swiglu", "LigerSiLUMulFunction")(gate, other)
+    return out
+
+
+def _liger(module: str, function: str) -> Callable[..., Tensor]:
+    apply: Callable[..., Tensor] = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
+    return apply

@@ -1,0 +1,61 @@
+"""Which fused kernels run where."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from configs.errors import UserError
+from configs.schema import Config, TrainConfig
+from prefix_train import anatomy, fused, model, tiles
+from tests import models
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(params=[True, False])
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    there: bool = request.param
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
+    return there
+
+
+def test_auto_means_liger_where_it_can_run(installed: bool) -> None:
+    assert fused.resolve("auto", CUDA) == ("liger" if installed else "torch")
+    assert fused.resolve("auto", CPU) == fused.resolve("torch", CUDA) == "torch"
+
+
+def test_what_cannot_run_is_refused(installed: bool) -> None:
+    with pytest.raises(UserError, match="runs on CUDA"):
+        fused.resolve("liger", CPU)
+    if installed:
+        assert fused.resolve("liger", CUDA) == "liger"
+    else:
+        with pytest.raises(UserError, match="install liger-kernel"):
+            fused.resolve("liger", CUDA)
+
+
+def test_every_norm_and_activation_of_the_families_is_known() -> None:
+    for family in ("qwen3_5", "qwen3_next", "llama", "qwen3"):
+        prepared = model.prepare(models.build(family, torch.float32), models_config())
+        norms = [one.forward for one in prepared.modules() if isinstance(one.forward, fused.Norm)]
+        own = [
+            one for layer in anatomy.find(prepared).layers for one in layer.modules() if "Norm" in type(one).__name__
+        ]
+        assert len(norms) == len(own) > 0
+        blocks = [
+            one.forward for one in prepared.modules() if isinstance(one.forward, tiles.Tiled) and one.forward.unread
+        ]
+        assert all(isinstance(one._inner, fused.FeedForward) for one in blocks)
+
+
+def models_config() -> Config:
+    return Config(train=TrainConfig(trainable="all"))
+
+
+def test_nothing_is_fused_that_is_not_known() -> None:
+    assert not fused.knows_norm(nn.LayerNorm(4))
+    assert not fused.knows_norm(nn.RMSNorm(4))
