@@ -111,7 +111,7 @@ def make_ready(adapted: nn.Module, config: Config) -> None:
     patch.install(adapted, config.model.attention, config.model.deltanet)
     unit.install(found, config.memory.recompute)
     if config.memory.recompute and config.memory.tile_rows:
-        tiles.install(found, config.memory.tile_rows)
+        tiles.install(found, config.memory.tile_rows, config.model.elementwise)
 
 
 def refuse_running_dropout(model: nn.Module) -> None:
