@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import budget, unit
 from prefix_train.copies import Copier, Copy, copier_for
@@ -47,9 +48,8 @@ class Pool:
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size, self.peak, self._chunk = size, 0, budget.PINNED_CHUNK
-        self._free = [
-            torch.empty(self._chunk, dtype=torch.uint8, pin_memory=pinned) for _ in range(size // self._chunk)
-        ]
+        count = size // self._chunk
+        self._free = [torch.empty(self._chunk, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
     @property
     def used(self) -> int:
@@ -193,7 +193,7 @@ def attach(root: Root, config: Config, device: torch.device, copier: Copier | No
     """Let the inputs of as many layers of `root` as `memory.offload` says wait on the host; None where none do.
 
     Never the last layer's: backward begins with it. root: on its device, sharded if it will be. The pool holds a pack
-    of `pack.max_positions`. copier: by default that of `device`. Raises RuntimeError where the host lacks the memory.
+    of `pack.max_positions`. copier: by default that of `device`. Raises UserError where the host lacks the memory.
     """
     layers = root.anatomy.layers
     count = min(budget.offloaded_layers(config.memory.offload, len(layers)), len(layers) - 1)
@@ -202,7 +202,14 @@ def attach(root: Root, config: Config, device: torch.device, copier: Copier | No
     copier = copier or copier_for(device)
     width = root.anatomy.base.get_input_embeddings().embedding_dim
     size = budget.pinned_bytes(count, config.pack.max_positions, width, itemsize=root.dtype.itemsize)
-    offload = Offload(count, Pool(size, copier.pinned), copier)
+    try:
+        pool = Pool(size, copier.pinned)
+    except RuntimeError as error:
+        raise UserError(
+            f"memory.offload={config.memory.offload}: {size / budget.GIB:.1f} GiB of pinned memory for each rank are "
+            f"not to be had ({str(error).splitlines()[0]}): give fewer layers, or lower pack.max_positions"
+        ) from error
+    offload = Offload(count, pool, copier)
     for index, layer in enumerate(layers[: count + 1]):
         unit.around_recomputed(layer, partial(offload.layer, index))
     return offload

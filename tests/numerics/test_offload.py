@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from configs.schema import Config, MemoryConfig
 from prefix_train import budget, model, offload, unit
 from prefix_train.collate import Batch
+from prefix_train.copies import Way
 from tests import batches, models
 from tests.offloading import (
     CHUNK,
@@ -126,6 +127,50 @@ def test_inputs_leave_the_device(offloaded: str, away: list[int], no_collector: 
     del out
     if made.offload is not None:
         assert made.offload.pool.used == 0
+
+
+class Recording(ForgetfulCopier):
+    """What was asked for, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def start(self, way: Way, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        self.asked.append(way)
+        return super().start(way, targets, sources)
+
+    def wait(self, ticket: Any) -> None:
+        self.asked.append(f"{ticket.way} done")
+        super().wait(ticket)
+
+
+def test_each_copy_has_a_layer_of_time() -> None:
+    """An input leaves while its layer computes, and comes back while the layer after it does its backward."""
+    base = built()
+    packs = some_packs(base)[:1]
+    copier = Recording()
+    made = trained(base, packs, "auto", copier=copier)
+    order: list[list[str]] = []
+    for place, layer in enumerate(made.stepper.root.anatomy.layers):
+
+        def begins(*_: Any, place: int = place) -> None:
+            if copier.asked:  # else a tile of the same layer
+                order.append([*copier.asked, f"layer {place}"])
+                copier.asked.clear()
+
+        layer.input_layernorm.register_forward_pre_hook(begins)
+    backward(made, packs)
+    assert order == [
+        ["out", "layer 0"],
+        ["out done", "out", "layer 1"],
+        ["out done", "out", "layer 2"],
+        ["out done", "layer 3"],
+        ["back", "layer 3"],
+        ["back done", "back", "layer 2"],
+        ["back done", "back", "layer 1"],
+        ["back done", "layer 0"],
+    ]
 
 
 def test_two_packs_may_wait_together_where_the_pool_holds_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from configs.errors import UserError
 from configs.schema import Config, MemoryConfig, PackConfig
 from prefix_train import budget, model, offload
 from prefix_train.copies import Copier, Copy, LateCopier, Way
@@ -126,6 +127,17 @@ def test_the_first_layers_and_never_the_last(offloaded: str, count: int, small_c
     assert made.count == count
     assert made.pool.size == budget.pinned_bytes(count, 70, 32, itemsize=4) == count * 9 * CHUNK
     assert made.pool.used == 0
+
+
+def test_memory_that_is_not_to_be_had_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore of it")
+
+    root, _ = attached("none")
+    config = Config(memory=MemoryConfig(offload="2"), pack=PackConfig(max_positions=70))
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(UserError, match=r"memory.offload=2: 0.1 GiB .* \(CUDA error: out of memory\): give"):
+        offload.attach(root, config, torch.device("cpu"))
 
 
 # What is told.
