@@ -213,13 +213,13 @@ class PreflightConfig:
     """With GPUs: run every kernel of the job before it starts, and count searches. Without, only the files are read."""
     prove_deadline_s: float = 300.0
     """Longest proof of the pins: a fresh machine compiles each kernel once."""
-    collective_deadline_s: float = 120.0
-    """Longest test of the ranks' collectives."""
-    min_pair_gib_s: float = 0.0
     start_s: float = 60.0
     """Longest time for a step of preflight to start on every node; it comes on top of the step's own deadline."""
     collectives: bool = True
     """Test the ranks' collectives, once the nodes are found fit and where there is more than one rank."""
+    collective_deadline_s: float = 120.0
+    """Longest test of the ranks' collectives."""
+    min_pair_gib_s: float = 0.0
     """Least bandwidth between two nodes, GiB/s, besides half of the cluster's median; 0: no floor."""
     on_bad_node: Literal["stop", "exclude"] = "stop"
     """`exclude` resubmits once without the bad nodes."""
