@@ -97,7 +97,8 @@ def judge_command(
     passes = tuple(finding for _, finding in between if finding.state == "pass")
     reports = [dataclasses.replace(found, findings=(*found.findings, *passes)) for found in reports]
     verdict = judge(reports, expected, config.preflight.allow, received=time.time(), between=between)
-    more = [*(f"between ranks: {finding.found}" for finding in passes), *_drains(verdict, expected)]
+    between_ranks = [f"between ranks: {finding.found}" for finding in passes if len(reports) > 1]  # one node has a row
+    more = [*between_ranks, *_drains(verdict, expected)]
     text = report.text(verdict) + "".join(f"{line}\n" for line in more)
     runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
     runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)

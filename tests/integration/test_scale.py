@@ -7,11 +7,15 @@ import os
 import resource
 import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from prefix_train import heartbeat
+from preflight.pairs import RankReport
+from preflight.states import Finding, NodeReport
 from slurm import finish, life, scheduler, verdict
 from slurm.life import VARIABLE
 from tests import fake_slurm
@@ -119,3 +123,37 @@ def test_node_is_not_left_out_where_the_partition_has_no_other(
     finish.main(run, "143")
     assert "node002 cannot be left out: too few other nodes are up" in capfd.readouterr().err
     assert (programs / "asked").read_text().splitlines()[-1] == "requeue 4711"
+
+
+def answered(run: Path, missing: int) -> list[str]:
+    """The preflight of all nodes, each in a state of its own, and of all ranks but one; the nodes' names."""
+    names = [f"node{number:03}" for number in range(1, NODES + 1)]
+    folder = run / "preflight" / "0"
+    (folder / "ranks").mkdir(parents=True)
+    checks = [Finding(f"host.check{number}", "pass", f"as it should be {number}") for number in range(30)]
+    for number, name in enumerate(names):
+        report = NodeReport(name, (*checks, Finding("host.state", "pass", f"state {number}")), 9.0, time.time())
+        (folder / f"{name}.json").write_text(json.dumps(report.to_json()))
+    stages = ("group", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "clock")
+    steps: list[dict[str, object]] = [{"begin": "store"}, {"stage": "store"}, {"begin": "join"}]
+    steps += [{"stage": "join", "missing": [missing]}] + [{"begin": stage} for stage in stages]
+    for rank in set(range(NODES * TASKS)) - {missing}:
+        document = asdict(RankReport(rank, names[rank // TASKS], tuple(steps)))
+        (folder / "ranks" / f"rank{rank}.json").write_text(json.dumps(document))
+    return names
+
+
+def test_judging_512_nodes_and_their_ranks(run: Path) -> None:
+    """One rank of 4,096 never joined; the time is the CPU's, for it may be shared."""
+    names = answered(run, 2003)
+    command = [sys.executable, "-m", "preflight", "judge", str(run), "--ranks", str(NODES * TASKS)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([*command, "--nodes", ",".join(names)], capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"judged in {seconds:.2f} s of CPU")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("FAIL node251: silent: collective.join: rank 2003 never joined the collectives")
+    assert done.stdout.splitlines()[-1].startswith("scontrol update NodeName=node251 State=DRAIN")
+    assert json.loads((run / "preflight/0/report.json").read_text())["bad_nodes"] == ["node251"]
+    assert seconds < 4
