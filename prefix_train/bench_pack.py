@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from torch import Tensor
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, budget, gradients, kernels, outcome, tiny, verify
+from prefix_train import anatomy, budget, gradients, kernels, offload, outcome, tiny, verify
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import Batch, collate, entry_weights
@@ -52,7 +53,8 @@ FLOAT32 = verify.Bounds(mean_loss=1e-4, example_mean=1e-4, example_max=1e-3, gra
 @dataclass(frozen=True)
 class Case:
     """What is measured. alone: examples that run in a standalone row. warm: updates after the first. peak_tflops: what
-    utilisation is a share of; 989 is an H100's or H200's data sheet for dense bfloat16."""
+    utilisation is a share of; 989 is an H100's or H200's data sheet for dense bfloat16. profile: one more update tells
+    which kernels ran."""
 
     geometry: str
     prefix: int
@@ -62,6 +64,7 @@ class Case:
     warm: int = 2
     alone: int = 4
     peak_tflops: float = 989.0
+    profile: bool = True
     overrides: tuple[str, ...] = ()
 
     def config(self) -> Config:
@@ -142,6 +145,8 @@ def text(found: dict[str, Any]) -> str:
             f"{row['model_utilisation']:.1%}, with recomputation {row['hardware_utilisation']:.1%}; "
             f"peak {memory['above_weights_gib']:.1f} GiB above {memory['weights_gib']:.1f} GiB of weights"
         )
+        if memory.get("copying_hidden") is not None:
+            lines[-1] += f"; {memory['copying_hidden']:.1%} of the copying behind computing"
     for ratio in found.get("ratios", []):
         shown = {"standalone": "the examples alone", "flex": "FlexAttention"}
         lines += [f"{ratio[name]:.2f} times the pack: {what}" for name, what in shown.items() if name in ratio]
@@ -209,6 +214,7 @@ class Row:
         dtype = models.DTYPES[config.model.dtype]
         model = models.prepare(build_on(device, dict(config.model.build), dtype), config)
         self.root = models.Root(model, dtype, config.train.loss_chunk_rows, images=False).to(device)
+        self.offload = offload.attach(self.root, config, device)
         vocabulary = anatomy.find(model).head.out_features
         examples = random_examples(case.prefix, case.continuations, case.length, vocabulary, config.seed)
         weights = entry_weights("example", [int(example.target.sum()) for example in examples])
@@ -243,10 +249,13 @@ def measure(name: str, case: Case, device: torch.device) -> dict[str, Any]:
     """One row."""
     ceiling = matrix_ceiling(device)
     pins = kernels.use_pins()
+    compiled = kernels.compile_ahead(case.config(), device) if device.type == "cuda" else 0.0
     row = Row(name, case, device)
     weights = _allocated(device)
     _reset_peak(device)
     first = seconds(row.run, device)
+    if row.offload is not None:
+        row.offload.figures()  # the first update copies while kernels compile
     warm = [seconds(row.run, device) for _ in range(case.warm)]
     median = statistics.median(warm)
     model, again = row.flops()
@@ -257,6 +266,7 @@ def measure(name: str, case: Case, device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__},
         "pins": pins,
+        "compiled_ahead_s": compiled,
         "kernels": outcome.kernels(row.config, device),
         "ceiling_tflops": ceiling,
         "examples": len(row.packs) if name == "standalone" else case.continuations,
@@ -272,11 +282,11 @@ def measure(name: str, case: Case, device: torch.device) -> dict[str, Any]:
         "model_tflops": model / median / 1e12,
         "model_utilisation": model / median / peak,
         "hardware_utilisation": (model + again) / median / peak,
-        "memory": _memory(device, weights),
+        "memory": _memory(device, weights) | _host(row.offload),
     }
     if name == "standalone":
         found["all_s"] = median * case.continuations / len(row.packs)
-    return found | {"launched": launched(row.run, device)}
+    return found | ({"launched": launched(row.run, device)} if case.profile else {})
 
 
 def seconds(run: Callable[[], None], device: torch.device) -> float:
@@ -329,6 +339,16 @@ def _memory(device: torch.device, weights: int) -> dict[str, float]:
         "peak_reserved_gib": reserved / gib,
         "above_weights_gib": (allocated - weights) / gib,
     }
+
+
+def _host(waiting: offload.Offload | None) -> dict[str, Any]:
+    """Pinned memory in use at most, the process's own peak, and what share of the copying no computing waited for."""
+    found: dict[str, Any] = {"host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / budget.GIB}
+    if waiting is not None:
+        figures = waiting.figures()
+        found |= {"pinned_gib": figures.pinned_peak / budget.GIB, "copied_gib": figures.copied / budget.GIB}
+        found |= {"copying_s": figures.copying_s, "stalled_s": figures.stalled_s, "copying_hidden": figures.hidden}
+    return found
 
 
 def _allocated(device: torch.device) -> int:

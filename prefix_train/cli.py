@@ -235,6 +235,7 @@ def bench_pack_command(
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the geometry has.")] = None,
     warm: Annotated[int, typer.Option(min=1, help="Updates after the first that are timed.")] = 2,
     alone: Annotated[int, typer.Option(min=1, help="Examples in an update of the standalone row.")] = 4,
+    profile: Annotated[bool, typer.Option(help="Tell which kernels one more update launches.")] = True,
     out: Annotated[Path, typer.Option(help="JSON file that the rows are added to.")] = Path("bench-pack.json"),
     overrides: Overrides = None,
     as_json: Json = False,
@@ -246,7 +247,15 @@ def bench_pack_command(
         raise UserError(f"--row {min(unknown)}: rows are {', '.join(bench_pack.ROWS)}")
     count, length = bench_pack.continuations(continuations)
     case = bench_pack.Case(
-        geometry, prefix, count, length, layers, warm, min(alone, count), overrides=tuple(overrides or ())
+        geometry,
+        prefix,
+        count,
+        length,
+        layers,
+        warm,
+        min(alone, count),
+        profile=profile,
+        overrides=tuple(overrides or ()),
     )
     case.config()
     found = bench_pack.bench(case, tuple(rows or bench_pack.ROWS), out)

@@ -16,7 +16,7 @@ from prefix_train.bench_pack import Case, bench, continuations, gate, geometry_f
 
 CPU = torch.device("cpu")
 TINY = str(Path(__file__).parents[1] / "data" / "tiny-geometry.yaml")
-CASE = Case(TINY, 60, 3, 11, warm=1, alone=2)
+CASE = Case(TINY, 60, 3, 11, warm=1, alone=2, overrides=("memory.offload=auto",))
 
 
 @pytest.fixture
