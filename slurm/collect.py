@@ -127,7 +127,7 @@ def collect(scene: Scene) -> Node:
     if (lag := again - looked - scene.gap_s) > LAG_S:
         notes.add(f"this node did not run its watcher for {lag:.0f} s while it looked")
     ends = {one.rank: one for one in heartbeat.read_ends(scene.run) if one.attempt == scene.attempt}
-    calls = {rank: _collectives(scene, rank, later.get(rank), dumps.get(rank), end, notes) for rank in scene.ranks}
+    calls = _collectives(scene, later, dumps, end, notes)
     visible = next((found.get("CUDA_VISIBLE_DEVICES") for found in variables.values() if found), None)
     telling, said = notes.take(log, end), notes.take(slurm, end)
     return Node(
@@ -209,23 +209,26 @@ def _process(beat: Beat) -> tuple[Process, tuple[Process, ...]]:
 
 def _collectives(
     scene: Scene,
-    rank: int,
-    beat: Beat | None,
-    dump: Piece[tuple[Collective, ...]] | None,
+    beats: Mapping[int, Beat],
+    dumps: Mapping[int, Piece[tuple[Collective, ...]]],
     end: float,
     notes: Notes,
-) -> tuple[Collective, ...]:
-    """A rank's last collectives: from its ring, on GPUs with the states that NCCL's flight recorder has."""
-    piece = Piece("ring of collectives", lambda: _ring(scene, rank, beat, notes))
-    host = notes.take(piece, min(end, time.monotonic() + PROCESS_S), rank) or ()
+) -> dict[int, tuple[Collective, ...]]:
+    """Each rank's last collectives: from its ring, on GPUs with the states that NCCL's flight recorder has."""
+    pieces = {
+        rank: Piece("ring of collectives", lambda rank=rank: _ring(scene, rank, beats.get(rank), notes))  # type: ignore[misc]
+        for rank in scene.ranks
+    }
+    until = time.monotonic() + PROCESS_S
+    found = {rank: notes.take(piece, until, rank) or () for rank, piece in pieces.items()}
     if not scene.gpus:
-        return host
-    device = notes.take(dump, end, rank) if dump is not None else None
-    if device:
-        return flight.merge(device, host)[-ring.RECORDS :]
-    if host:
-        notes.add("whether its collectives before the last one are over on the GPU is not known", rank)
-    return _issued(host)
+        return found
+    for rank, host in found.items():
+        device = notes.take(dumps[rank], end, rank) if rank in dumps else None
+        if not device and host:
+            notes.add("whether its collectives before the last one are over on the GPU is not known", rank)
+        found[rank] = flight.merge(device, host)[-ring.RECORDS :] if device else _issued(host)
+    return found
 
 
 def _ring(scene: Scene, rank: int, beat: Beat | None, notes: Notes) -> tuple[Collective, ...]:

@@ -136,9 +136,9 @@ def _look(pid: int, state: str, answer: Path | None, missing: list[str]) -> tupl
     if program is None:
         missing.append("native frames: py-spy is not installed")
     else:
-        # A stopped process cannot be suspended once more; its memory can still be read.
+        # A process that is stopped, or that no signal reaches, cannot be suspended; its memory can still be read.
         ways = [("py-spy", ["--nonblocking"], PYTHON_TIMEOUT_S)]
-        if state not in ("T", "t"):
+        if state not in ("T", "t", "D"):
             ways.insert(0, ("py-spy --native", ["--native"], NATIVE_TIMEOUT_S))
         for method, options, timeout_s in ways:
             try:
