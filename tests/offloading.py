@@ -160,7 +160,7 @@ def fifty_updates(base: Any, offloaded: str, **given: Any) -> Iterator[dict[str,
         assert made.offload.pool.used == 0
         assert made.offload.pool.peak == made.offload.pool.size
         row = made.offload.count * 32 * 4
-        assert made.offload.copied == 2 * sum(row * pack.positions for pack in everything)
+        assert made.offload.copied == 2 * sum(row * pack.layout.total for pack in everything)
 
 
 # Faults. Each must show in the gradients.
