@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all test-cluster lint replays bench-cpu bench-preflight clean
+.PHONY: setup demo test test-all test-cluster lint replays bench-cpu bench-preflight bench-hangs clean
 
 setup: $(READY)
 
@@ -42,6 +42,10 @@ bench-cpu: $(READY)
 
 bench-preflight: $(READY)
 	$(BIN)/python tests/bench/preflight_bench.py
+
+# Verdicts on the labelled corpus of hangs: rank, class, abstention.
+bench-hangs: $(READY)
+	$(BIN)/python tests/bench/hangs_bench.py
 
 clean:
 	rm -rf .venv build *.egg-info

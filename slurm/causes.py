@@ -13,7 +13,9 @@ from slurm.policy import Cause
 
 MISTAKE = 2
 """Exit status of a user's mistake."""
-LOST_CONNECTION = re.compile(r"connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
+LOST_CONNECTION = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out|nccl(Remote|System)Error|IBV_WC_", re.IGNORECASE
+)
 """What a rank says of another one that is gone."""
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 """How gloo and NCCL name the other end."""

@@ -45,7 +45,7 @@ def waits_for_device(stack: Stack) -> bool:
 
 def leaves(stack: Stack) -> bool:
     """Whether the main thread tears its process group down."""
-    return stack.main is not None and any(frame.name == LEAVING for frame in python_frames(stack.main))
+    return stack.main is not None and any(bare(frame) == LEAVING for frame in python_frames(stack.main))
 
 
 def lock_in_c(stack: Stack) -> Thread | None:
@@ -85,14 +85,19 @@ def collective(stack: Stack) -> str | None:
 def functions(stack: Stack) -> tuple[tuple[str, str], ...]:
     """Python functions of the main thread by file and bare name, which is all that every method tells."""
     frames = python_frames(stack.main) if stack.main else ()
-    return tuple((frame.file, frame.name.rpartition(".")[2]) for frame in frames)
+    return tuple((frame.file, bare(frame)) for frame in frames)
 
 
 def own_functions(stack: Stack) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Python functions of the main thread, and of every thread beside it that is in our own code."""
     beside = [python_frames(thread) for thread in stack.threads if not thread.main and own_frame(thread)]
-    found = [tuple((frame.file, frame.name.rpartition(".")[2]) for frame in shown) for shown in beside]
+    found = [tuple((frame.file, bare(frame)) for frame in shown) for shown in beside]
     return functions(stack), *sorted(found)
+
+
+def bare(frame: Frame) -> str:
+    """A frame's function without the class or function that it is in."""
+    return frame.name.rpartition(".")[2]
 
 
 def place(frame: Frame) -> str:

@@ -298,7 +298,7 @@ def holds_lock(case: Case) -> Finding | None:
     thread = frames.lock_in_c(view.stack)
     assert thread is not None
     own = view.frame_of(thread)
-    place = f" called in {own.name} ({wording.short(frames.place(own))})" if own else ""
+    place = f" called in {frames.bare(own)} ({wording.short(frames.place(own))})" if own else ""
     who = "its main thread" if thread.main else f"its thread {thread.name}"
     clause = f"{wording.name(found)}: {who} holds the interpreter lock in {thread.frames[0].name}{place}"
     where = frames.place(own) if own else ""
@@ -313,7 +313,7 @@ def starves(case: Case) -> Finding | None:
         return None
     view, thread = found[0]
     own = view.frame_of(thread)
-    place = f" in {own.name} ({wording.short(frames.place(own))})" if own else ""
+    place = f" in {frames.bare(own)} ({wording.short(frames.place(own))})" if own else ""
     clause = f"{wording.name([one for one, _ in found])} waits for data{place}{_files(view)}"
     where = frames.place(own) if own else view.where
     advice = "see whether data.train and its images can be read on that node"
@@ -426,7 +426,7 @@ def _diverged(case: Case) -> Finding | None:
         return Finding(KINDS[found.way], (), clause, theirs.where, sure="medium")
     place = f"{theirs.phase} of update {theirs.update}"
     if found.way == "missing":
-        after = f" after {others.pack} packs" if others.pack >= 0 else ""
+        after = f" after {others.pack} pack{'s' * (others.pack != 1)}" if others.pack >= 0 else ""
         did = (
             f"left {others.phase} of update {others.update}{after} and went on to {wording.call(theirs)} in {place}, "
             f"while the others were at {wording.call(others)}"
@@ -588,7 +588,7 @@ def _what(view: View) -> tuple[str | None, str | None]:
 
 
 def _message(view: View) -> str:
-    return " ".join((view.end.message or "").split()) if view.end else ""
+    return wording.brief(view.end.message or "") if view.end else ""
 
 
 def _lost(view: View) -> bool:

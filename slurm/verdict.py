@@ -73,7 +73,7 @@ def judge(
     return Verdict(
         attempt=alarm.attempt,
         kind=found.kind,
-        ends=found.ends,
+        ends=alarm.must_end or (found.ends and not alarm.only_look),
         ranks=found.ranks,
         sentence=_sentence(case, found, confidence),
         nodes=tuple(dict.fromkeys([*(view.host for view in named), *found.nodes])),

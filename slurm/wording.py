@@ -12,6 +12,8 @@ from slurm.views import Case, View
 
 IDLE_SHARE = 0.25
 """Of the way from idle to computing: a GPU that draws less than this is not computing."""
+MESSAGE = 200
+"""Letters of an exception's message that a sentence holds."""
 SPINNING = 90.0
 """Percent of utilisation from which on a GPU counts as occupied."""
 
@@ -50,7 +52,7 @@ def inside(view: View) -> str:
     frame = view.frame
     if frame is None:
         return f" in {short(view.where)}" if view.where else ""
-    what = frame.name.rpartition(".")[2]
+    what = frames.bare(frame)
     return f" in {what} ({short(frames.place(frame))})"
 
 
@@ -71,6 +73,12 @@ def waiting(views: Iterable[View]) -> str:
 
 def _count(ranks: int) -> str:
     return "1 rank waits" if ranks == 1 else f"{ranks} ranks wait"
+
+
+def brief(message: str) -> str:
+    """A message as part of a sentence: one line, without an end, and not all of a long one."""
+    text = " ".join(message.split()).rstrip(". ")
+    return text if len(text) <= MESSAGE else f"{text[:MESSAGE]}..."
 
 
 def _waits_in(view: View) -> str:
@@ -125,7 +133,7 @@ def ended(view: View) -> str:
     if end.signal:
         return f"was ended by {end.signal}{when}" + (f": {end.message}" if end.message else "")
     if end.exception:
-        message = " ".join((end.message or "").split())
+        message = brief(end.message or "")
         place = f" at {short(end.where)}" if end.where else ""
         return f"raised {end.exception}{when}{place}: {message}"
     return f"ended with status {end.status}{when}"

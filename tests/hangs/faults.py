@@ -118,13 +118,16 @@ def in_batches(action: Callable[[], None], update: int = UPDATE) -> Callable[[Pa
 
 
 def replace_update(change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
-    """This rank has other packs than the others in one update."""
+    """This rank has other packs than the others in one update of several packs."""
 
     def plant(_: Path) -> None:
-        original = train.update
+        original, done = train.update, []
 
         def update(stepper: Any, number: int, lr: float, batches: Any) -> Any:
-            return original(stepper, number, lr, change(list(batches)) if number == UPDATE else batches)
+            if number >= UPDATE and len(batches) > 1 and not done:
+                done.append(True)
+                batches = change(list(batches))
+            return original(stepper, number, lr, batches)
 
         train.update = update  # type: ignore[assignment]
 
