@@ -138,12 +138,73 @@ def feed_forward_bytes(geometry: Geometry, layer: int, positions: int, itemsize:
     return tensor_bytes(positions, width, itemsize=itemsize)
 
 
-def gradient_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
+def feed_forward_gradient_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
     """Gradients that one feed-forward block's backward makes before it lets go of what it kept: product, gate, up."""
     width = 3 * geometry.mlp_width(layer)
     if geometry.sparse(layer):
         width += 3 * geometry.experts(layer)[2] * int(geometry.text["moe_intermediate_size"])
     return tensor_bytes(positions, width, itemsize=itemsize)
+
+
+def mixer_gradient_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
+    """What the backward of one layer's token mixer makes beside what it kept.
+
+    Attention: gradients of its output, query, gate and of their projection, and sums of dq, dk, dv in float32. Gated
+    DeltaNet, whose backward computes a chunk's tensors again: nine as wide as the values (of output, query, key, value,
+    and of what its chunks are condensed to), and the gradient of a state per chunk.
+    """
+    if layer_type == "full_attention":
+        width = (3 + 2 * geometry.gated) * geometry.query_width * itemsize
+        return shape.positions * (width + 4 * (geometry.query_width + 2 * geometry.key_width))
+    states = shape.chunks * geometry.state_elements
+    return (shape.positions * 9 * geometry.linear_value_width + states) * itemsize
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One decoder layer at the worst moment of its backward. kept: what its forward left. made: gradients beside it."""
+
+    layer: int
+    kept: int
+    made: int
+    what: str
+
+    @classmethod
+    def of(cls, config: Config, geometry: Geometry, layer: int, shape: Shape) -> LayerBytes:
+        """The backward of the feed-forward comes first, while everything is still kept, then that of the mixer.
+
+        With `memory.tile_rows` norms, adapters and feed-forward keep their inputs alone, which are there already.
+        """
+        itemsize, kind, positions = ITEMSIZE[config.model.dtype], geometry.layer_types[layer], shape.positions
+        mixer = mixer_bytes(geometry, kind, shape, itemsize)
+        block = feed_forward_bytes(geometry, layer, positions, itemsize)
+        gradient = feed_forward_gradient_bytes(geometry, layer, positions, itemsize)
+        adapters = _adapter_bytes(config, geometry, layer, positions)
+        one = tensor_bytes(positions, geometry.hidden, itemsize=itemsize)
+        if rows := tile_rows(config):
+            mixer -= one  # the norm's input is the layer's
+            adapters = 0
+            if not geometry.sparse(layer):
+                tile = min(rows, positions)
+                gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
+                gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
+                gradient += _adapter_bytes(config, geometry, layer, tile)
+                block = 2 * one
+        mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize)
+        if (everything := mixer + block + adapters) + gradient >= mixer + adapters + mixer_gradient:
+            return cls(layer, everything, gradient, "the feed-forward's")
+        return cls(layer, mixer + adapters, mixer_gradient, f"those of {kind.replace('_', ' ')}")
+
+
+def tile_rows(config: Config) -> int:
+    """Positions of a tile; 0 where everything is computed whole."""
+    return config.memory.tile_rows if config.memory.recompute else 0
+
+
+def _adapter_bytes(config: Config, geometry: Geometry, layer: int, positions: int) -> int:
+    if not _adapted(config):
+        return 0
+    return adapter_input_bytes(geometry, layer, positions, config.adapter, ITEMSIZE[config.model.dtype])
 
 
 def adapter_input_bytes(
@@ -200,17 +261,20 @@ class Budget:
 
     def total(self, place: Literal["gpu", "host"]) -> int:
         """Most bytes at a time on each GPU, or pinned on each node."""
-        sums = {"always": 0, "loss": 0, "layer": 0}
-        for term in self.terms:
-            sums[term.when] += term.bytes if term.place == place else 0
-        return sums["always"] + max(sums["loss"], sums["layer"])
+        return sum(term.bytes for term in self.at_most(place))
+
+    def at_most(self, place: Literal["gpu", "host"]) -> list[Term]:
+        """The terms of the moment at which most is needed."""
+        here = [term for term in self.terms if term.place == place]
+        moments = [[term for term in here if term.when in ("always", when)] for when in ("loss", "layer")]
+        return max(moments, key=lambda terms: sum(term.bytes for term in terms))
 
     def refuse(self, *, gpu_bytes: int | None = None, host_bytes: int | None = None) -> None:
         """Raise UserError, naming the largest terms, where the device or the node has less than is needed."""
         for place, there, what in (("gpu", gpu_bytes, "a GPU"), ("host", host_bytes, "a node's pinned memory")):
             needed = self.total(place)  # type: ignore[arg-type]
             if there is not None and needed > there:
-                terms = sorted((t for t in self.terms if t.place == place), key=lambda term: -term.bytes)[:3]
+                terms = sorted(self.at_most(place), key=lambda term: -term.bytes)[:3]  # type: ignore[arg-type]
                 largest = ", ".join(f"{term.name} {term.bytes / GIB:.1f}" for term in terms)
                 raise UserError(
                     f"a pack of {self.shape.positions:,} positions needs {needed / GIB:.1f} GiB of {what}, which has "
@@ -265,33 +329,29 @@ def _trained_shapes(config: Config, geometry: Geometry) -> list[tuple[int, int]]
 
 def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
     """Layer inputs, what layers keep while their backward runs, and logits."""
-    itemsize, layers, adapter = ITEMSIZE[config.model.dtype], geometry.layers, config.adapter
+    itemsize, layers = ITEMSIZE[config.model.dtype], geometry.layers
     one = tensor_bytes(shape.positions, geometry.hidden, itemsize=itemsize)
     away = offloaded_layers(config.memory.offload, layers)
     staging = 2 * one if away else 0
-    kept = {
-        layer: mixer_bytes(geometry, kind, shape, itemsize)
-        + feed_forward_bytes(geometry, layer, shape.positions, itemsize)
-        + (adapter_input_bytes(geometry, layer, shape.positions, adapter, itemsize) if _adapted(config) else 0)
-        for layer, kind in enumerate(geometry.layer_types)
-    }
-    largest = max(kept, key=kept.__getitem__)
+    inside = [LayerBytes.of(config, geometry, layer, shape) for layer in range(layers)]
+    largest = max(inside, key=lambda found: found.kept + found.made)
     rows = min(shape.rows, config.train.loss_chunk_rows)
     per_node = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
     if config.memory.recompute:
-        what = f"layer {largest}, {geometry.layer_types[largest]}"
-        inside = Term("one layer recomputed", kept[largest], "gpu", what, "layer")
+        what = f"layer {largest.layer}, {geometry.layer_types[largest.layer]}"
+        kept = Term("one layer recomputed", largest.kept, "gpu", what, "layer")
     else:
-        inside = Term("all layers' tensors", sum(kept.values()), "gpu", f"{layers} layers, nothing recomputed")
+        everything = sum(found.kept for found in inside)
+        kept = Term("all layers' tensors", everything, "gpu", f"{layers} layers, nothing recomputed")
     return [
         Term("layer inputs", (layers - away) * one + staging, "gpu", f"{layers - away} x {one:,} B + copies under way"),
-        inside,
+        kept,
         Term("residual stream", 3 * one, "gpu", "a layer's output and two gradients"),
         Term(
             "gradients in the layer",
-            gradient_bytes(geometry, largest, shape.positions, itemsize),
+            largest.made,
             "gpu",
-            "of the feed-forward block's three wide tensors, which are still there",
+            largest.what,
             "layer",
         ),
         Term(

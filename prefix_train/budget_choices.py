@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from configs.schema import Config
+from configs.schema import Config, MemoryConfig
 from prefix_train.budget import GIB, Budget, Shape, predict
 
 RESERVE = 4 * GIB
@@ -46,6 +46,9 @@ def _changes(config: Config, found: Budget) -> Iterator[tuple[str, Config]]:
     for offload in ("none", "auto") if memory.recompute else ():
         if offload != memory.offload:
             yield f"memory.offload={offload}", _with(config, "memory", offload=offload)
+    if memory.recompute:
+        tile = 0 if memory.tile_rows else MemoryConfig.tile_rows
+        yield f"memory.tile_rows={tile}", _with(config, "memory", tile_rows=tile)
     rows = max(1, train.loss_chunk_rows // 2)
     yield f"train.loss_chunk_rows={rows}", _with(config, "train", loss_chunk_rows=rows)
 

@@ -25,6 +25,9 @@ KEYS = {
 }
 OPTIONAL_KEYS = {"attention.key_length": "head_dim"}
 
+UNREADABLE = (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError)
+"""What gguf's reader may raise for a file that is cut off, damaged or foreign."""
+
 NEEDS = "pip install 'prefix-train[smollm]', or pip install gguf"
 
 
@@ -51,7 +54,7 @@ def _read_once(path: Path, _: int) -> dict[str, Any]:
     read = reader()
     try:
         file = read(path)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise UserError(f"model.path: {path} cannot be read as GGUF: {error}") from error
     kind = _value(file, "general.architecture", path)
     if kind not in ARCHITECTURES:

@@ -16,14 +16,17 @@ EIGHTY = 80 * 10**9
 
 
 def test_each_change_is_the_difference_of_two_budgets() -> None:
-    given = config(adapter=AdapterConfig(dropout=0.05))
+    memory = MemoryConfig(offload="auto", tile_rows=0)
+    given = config(adapter=AdapterConfig(dropout=0.05), memory=memory)
     found = predict(given, PACK)
     listed = {choice.change: choice for choice in choices(given, found)}
-    up = predict(config(adapter=replace(given.adapter, targets=[*given.adapter.targets, "up_proj"])), PACK)
+    more = replace(given.adapter, targets=[*given.adapter.targets, "up_proj"])
+    up = predict(config(adapter=more, memory=memory), PACK)
     assert listed["adapter on up_proj"].gpu_bytes == up.total("gpu") - found.total("gpu")
     assert listed["no adapter on q_proj"].gpu_bytes < 0
     down = tensor_bytes(144_000, 17_408, itemsize=3)  # its input once more, and a mask of a byte
     assert listed["adapter on down_proj"].gpu_bytes == pytest.approx(down, rel=0.01)
+    assert listed["memory.tile_rows=16384"].gpu_bytes < -10 * GIB
     away = listed["memory.offload=none"]
     assert away.host_bytes == -found.total("host")
     assert away.gpu_bytes == 61 * tensor_bytes(144_000, 5_120)

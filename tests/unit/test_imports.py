@@ -23,9 +23,12 @@ MAY_IMPORT = {
 WITHOUT_TORCH = [
     "configs.schema",
     "configs.compose",
+    "configs.modelpath",
     "prefix_train",
     "prefix_train.budget",
+    "prefix_train.budget_choices",
     "prefix_train.cli",
+    "prefix_train.gguf_config",
     "prefix_train.heartbeat",
     "prefix_train.lengths",
     "prefix_train.plan",
