@@ -136,10 +136,13 @@ def _judge_last(run: Path, lives: Sequence[Life]) -> tuple[Life, policy.Decision
 
 
 def _move(run: Path, job: str, lives: Sequence[Life], bad: Sequence[str]) -> bool:
-    """Have Slurm begin the job anew on other nodes; False where it does not answer."""
-    print(f"begins again elsewhere: {', '.join(bad)} had been found to be at fault", file=sys.stderr, flush=True)
+    """Have Slurm begin the job anew on other nodes; False where there are too few, or it does not answer."""
     try:
-        scheduler.requeue(job, without(run, lives))
+        out = without(run, lives)
+        if not set(bad) & set(out):
+            return False
+        print(f"begins again elsewhere: {', '.join(bad)} had been found to be at fault", file=sys.stderr, flush=True)
+        scheduler.requeue(job, out)
     except NoAnswer as silence:
         print(f"goes on with {', '.join(bad)}: {silence}", file=sys.stderr)
         return False
