@@ -196,7 +196,7 @@ def attach(root: Root, config: Config, device: torch.device, copier: Copier | No
     of `pack.max_positions`. copier: by default that of `device`. Raises UserError where the host lacks the memory.
     """
     layers = root.anatomy.layers
-    count = min(budget.offloaded_layers(config.memory.offload, len(layers)), len(layers) - 1)
+    count = budget.offloaded_layers(config.memory.offload, len(layers))
     if count < 1:
         return None
     copier = copier or copier_for(device)
