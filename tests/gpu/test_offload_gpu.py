@@ -45,7 +45,7 @@ pytestmark = [
 PAUSE = 2_000_000
 """Cycles, about a millisecond: longer than a tiny layer computes."""
 
-EXACT = ModelConfig(attention="dense", deltanet="reference")
+EXACT = ModelConfig(attention="dense", deltanet="reference", elementwise="torch")
 """Plain torch, which adds up in a fixed order where it is told to."""
 
 
