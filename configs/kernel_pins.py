@@ -61,7 +61,7 @@ def digest(pins: Path) -> str:
 def problems(pins: Path, gpu: str, versions: Mapping[str, str | None]) -> dict[str, str]:
     """Kernel (or `pins.json`) -> why it is not pinned; empty where every listed kernel is.
 
-    gpu: model of the node's GPU. versions: imported versions of `triton` and `fla`.
+    gpu: model of the node's GPU. versions: imported versions of `triton` and `fla`, and the model's `dtype`.
     """
     if not pins.is_dir():
         return {LIST: f"{pins} does not exist"}

@@ -52,11 +52,12 @@ def versions() -> dict[str, str]:
         raise UserError(f"kernel pins need Triton and flash-linear-attention: {error}") from error
 
 
-def use_pins(pins: Path | None = None) -> str:
+def use_pins(pins: Path | None = None, dtype: str = "bfloat16") -> str:
     """Let every kernel of this process use its pinned configuration; says what was done, in one line.
 
-    pins: a folder, by default that of this GPU's model. Where it is not whole or not made for what is here nothing is
-    pinned, and the line says why. Must come before `fla` is imported: FLA reads its mode once.
+    pins: a folder, by default that of this GPU's model. dtype: the model's; a choice made for 16 bits may ask for more
+    shared memory in 32 than there is. Where the folder is not whole or not made for what is here nothing is pinned, and
+    the line says why. Must come before `fla` is imported: FLA reads its mode once.
     """
     if not torch.cuda.is_available():
         return "kernels: no CUDA device, nothing to pin"
@@ -69,7 +70,7 @@ def use_pins(pins: Path | None = None) -> str:
     if "fla" in sys.modules and os.environ.get("FLA_CACHE_MODE") != "default":
         raise RuntimeError("fla was imported before its pins could be set")
     os.environ |= kernel_pins.environment(pins)
-    found = versions()
+    found = {**versions(), "dtype": dtype}
     if wrong := kernel_pins.problems(pins, gpu, found):
         del os.environ["FLA_CONFIG_DIR"]
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in wrong.items())
@@ -179,7 +180,7 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
 
     Returns {passed, said, launched, searches, problems}. Must run in a process that has not imported `fla`.
     """
-    said = use_pins(pins)
+    said = use_pins(pins, config.model.dtype)
     device = torch.device("cuda", 0)
     geometry = searching_kernels(config, device) if torch.cuda.is_available() else None
     if geometry is None:

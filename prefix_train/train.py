@@ -49,7 +49,7 @@ def main(run: Path) -> int:
     stop, beat = StopRequest(), Heartbeat(run, rank, world)
     with dist.joined(config.watch.collective_timeout_s) as ranks, Recorder(run, rank, lambda: beat.standing):
         if ranks.device.type == "cuda":
-            pinned = kernels.use_pins()
+            pinned = kernels.use_pins(dtype=config.model.dtype)
             compiling_s = kernels.compile_ahead(config, ranks.device)
             if rank == 0:
                 print(f"{pinned}; compiled in {compiling_s:.0f} s", flush=True)

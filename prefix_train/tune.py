@@ -42,7 +42,7 @@ def tune(config: Config, out: Path | None = None) -> dict[str, Any]:
     if geometry is None:
         raise UserError("no layer of this model runs kernels that search: there is nothing to tune")
     gpu = torch.cuda.get_device_name(device)
-    made = {**kernels.versions(), "gpu": gpu, "date": time.strftime("%Y-%m-%d")}
+    made = {**kernels.versions(), "dtype": config.model.dtype, "gpu": gpu, "date": time.strftime("%Y-%m-%d")}
     reach = kernels.buckets(geometry, config.pack.max_positions)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as cache, compiling.candidates_side_by_side(), kernels.watched() as launches:

@@ -40,12 +40,16 @@ def check_pins(setting: Setting, findings: Sequence[Finding]) -> list[Finding]:
     if gpu is None:
         return [Finding("pins.files", "pass", "no pinned kernel is wanted")]
     versions = {name: _version(findings, name) for name in ("triton", "fla")}
+    made_for = {**versions, "dtype": setting.config.model.dtype}
     pins = Path(os.environ.get("FLA_CONFIG_DIR") or kernel_pins.folder(gpu))
-    return [judge_pins(pins, gpu, versions, os.environ.get("FLA_CACHE_MODE"))]
+    return [judge_pins(pins, gpu, made_for, os.environ.get("FLA_CACHE_MODE"))]
 
 
 def judge_pins(pins: Path, gpu: str, versions: dict[str, str | None], mode: str | None) -> Finding:
-    """The folder `pins` against what is here. mode: FLA_CACHE_MODE, None: a rank sets it itself."""
+    """The folder `pins` against what is here: versions of Triton and FLA, and the model's dtype.
+
+    mode: FLA_CACHE_MODE, None: a rank sets it itself.
+    """
     if mode not in (None, "default"):
         return Finding("pins.files", "fail", f"FLA_CACHE_MODE is {mode!r}: pins would not be read", "unset it")
     why_not = kernel_pins.problems(pins, gpu, versions)

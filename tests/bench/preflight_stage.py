@@ -38,7 +38,7 @@ def make_node(folder: Path, name: str, **preflight: Any) -> Node:
 
 def make_pins(pins: Path) -> None:
     """Pins of two kernels for the GPU that is stood in for."""
-    made = {"triton": "3.7.1", "fla": "0.6.0", "gpu": H200["name"], "date": "2026-11-30"}
+    made = {"triton": "3.7.1", "fla": "0.6.0", "dtype": "bfloat16", "gpu": H200["name"], "date": "2026-11-30"}
     config = {"kwargs": {"BK": 64}, "num_warps": 4, "num_stages": 3, "num_ctas": 1}
     kinds = {"l2norm_fwd_kernel": "fla", "chunk_fwd_kernel_o": "triton"}
     for kernel in kinds:

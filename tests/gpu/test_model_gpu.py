@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, PackConfig, TrainConfig
-from prefix_train import anatomy, gradients, kernels, model, step, unit, verify
+from prefix_train import anatomy, gradients, kernels, model, step, tiny, unit, verify
 from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.dist import Ranks
 from prefix_train.packing import Pack
@@ -59,11 +59,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def base(dtype: torch.dtype, draw: int = 0) -> tuple[PreTrainedModel, Any]:
     """On the CPU. draw: of the weights."""
-    built, processor = conversations.build(FAMILY, torch.float32)
+    built = tiny.build_model(conversations.BUILDS[FAMILY], 0)
     with torch.random.fork_rng():
         torch.manual_seed(draw)
         models.draw(built)
-    return built.to(dtype), processor
+    return built.to(dtype).train(), tiny.build_processor(built.config)
 
 
 @cache

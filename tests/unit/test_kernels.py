@@ -18,7 +18,7 @@ CONFIG = compose.load(Path(__file__).parents[1] / "data" / "period-27b.yaml")
 TINY = {"model_type": "qwen3_5_text", "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
-MADE = {"triton": "3.6.0", "fla": "0.6.0", "gpu": "NVIDIA H200", "date": "2026-11-30"}
+MADE = {"triton": "3.6.0", "fla": "0.6.0", "dtype": "bfloat16", "gpu": "NVIDIA H200", "date": "2026-11-30"}
 
 
 def triton_config(warps: int) -> SimpleNamespace:
@@ -41,7 +41,8 @@ def test_every_length_bucket_that_a_pack_can_reach() -> None:
 def test_what_is_written_is_what_the_check_accepts(tmp_path: Path) -> None:
     (tmp_path / "of_another_set.json").write_text("{}")
     tune.write(tmp_path, {"l2norm_fwd_kernel": autotuner(4, 8, 4), "other": autotuner(2, 8)}, MADE)
-    assert kernel_pins.problems(tmp_path, "NVIDIA H200", {"triton": "3.6.0", "fla": "0.6.0"}) == {}
+    made_for = {name: MADE[name] for name in ("triton", "fla", "dtype")}
+    assert kernel_pins.problems(tmp_path, "NVIDIA H200", made_for) == {}
     assert kernel_pins.read_config(tmp_path, "l2norm_fwd_kernel")["num_warps"] == 4
     assert kernel_pins.read_config(tmp_path, "other")["num_warps"] == 8
     assert not (tmp_path / "of_another_set.json").exists()
@@ -50,7 +51,9 @@ def test_what_is_written_is_what_the_check_accepts(tmp_path: Path) -> None:
 def test_the_committed_pins_are_whole() -> None:
     folder = kernel_pins.folder("NVIDIA H200")
     named = kernel_pins.read_list(folder)
-    assert kernel_pins.problems(folder, named["gpu"], {"triton": named["triton"], "fla": named["fla"]}) == {}
+    made_for = {name: named[name] for name in ("triton", "fla", "dtype")}
+    assert kernel_pins.problems(folder, named["gpu"], made_for) == {}
+    assert named["dtype"] == "bfloat16"
 
 
 def test_nothing_searches_on_a_cpu_or_with_the_reference() -> None:

@@ -12,7 +12,7 @@ from configs import kernel_pins, runfolder
 from preflight.pins import judge_pins
 
 GPU = "NVIDIA H200"
-VERSIONS: dict[str, str | None] = {"triton": "3.6.0", "fla": "0.6.0"}
+VERSIONS: dict[str, str | None] = {"triton": "3.6.0", "fla": "0.6.0", "dtype": "bfloat16"}
 CONFIG = {"kwargs": {"BK": 64}, "num_warps": 4, "num_stages": 3, "num_ctas": 1}
 MADE = {**VERSIONS, "gpu": GPU, "date": "2026-11-30"}
 KERNELS = {"chunk_fwd_kernel_o": "fla", "l2norm_fwd_kernel": "triton", "causal_conv1d_fwd_kernel": "fla"}
@@ -90,8 +90,9 @@ def test_a_file_that_is_not_json(pins: Path) -> None:
     ("gpu", "versions", "words"),
     [
         ("NVIDIA H100", VERSIONS, "made for gpu NVIDIA H200, here is NVIDIA H100"),
-        (GPU, {"triton": "3.7.1", "fla": "0.6.0"}, "made for triton 3.6.0, here is 3.7.1"),
-        (GPU, {"triton": "3.6.0", "fla": "0.6.1"}, "made for fla 0.6.0, here is 0.6.1"),
+        (GPU, VERSIONS | {"triton": "3.7.1"}, "made for triton 3.6.0, here is 3.7.1"),
+        (GPU, VERSIONS | {"fla": "0.6.1"}, "made for fla 0.6.0, here is 0.6.1"),
+        (GPU, VERSIONS | {"dtype": "float32"}, "made for dtype bfloat16, here is float32"),
     ],
 )
 def test_pins_made_for_something_else(pins: Path, gpu: str, versions: dict[str, str | None], words: str) -> None:
