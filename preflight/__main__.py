@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import typer
 
@@ -17,6 +17,7 @@ from configs.console import make_app, print_json, run
 from configs.errors import UserError
 from configs.schema import Config
 from preflight import drain, pairs, report
+from preflight.baseline import answer_path
 from preflight.environment import without_secrets
 from preflight.judge import Verdict, judge
 from preflight.states import Finding, NodeReport
@@ -47,9 +48,12 @@ def run_command(
     found = dataclasses.replace(found, findings=(*broken, *found.findings))
     found = NodeReport.from_json(without_secrets(found.to_json(), os.environ))
     if run_folder is not None:
-        runfolder.write_json(
-            _folder(run_folder) / f"{quote(found.node, safe='')}.json", found.to_json(), run=run_folder
-        )
+        path = answer_path(run_folder, runfolder.current_attempt(run_folder), found.node)
+        try:
+            runfolder.write_json(path, found.to_json(), run=run_folder)
+        except OSError as error:
+            _print(judge([found], [found.node], options.allow), as_json)
+            raise UserError(f"{found.node}: {path} cannot be written: {error.strerror}") from error
     return _print(judge([found], [found.node], options.allow), as_json)
 
 

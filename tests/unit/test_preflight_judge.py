@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from configs.schema import PreflightConfig
+from configs.errors import UserError
+from configs.schema import Config, PreflightConfig
 from preflight import __main__, report
 from preflight.compare import COMPARED
 from preflight.judge import judge
@@ -253,3 +256,17 @@ def test_the_json_document_round_trips_and_the_page_escapes() -> None:
     assert "<script>" not in report.html(verdict)
     again = NodeReport.from_json(report.document(verdict)["nodes"][0])
     assert again == dataclasses.replace(verdict.nodes[0])
+
+
+def test_an_answer_that_cannot_be_written_is_printed_and_says_where_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("preflight.collect.collect", lambda config, run: node("node7", package_finding()))
+    monkeypatch.setattr("configs.compose.from_run", lambda run: Config())
+    monkeypatch.setattr("configs.runfolder.write_json", full)
+    with pytest.raises(UserError, match=r"^node7: .*/preflight/0/node7\.json cannot be written: No space left"):
+        __main__.run_command(tmp_path)
+    assert capsys.readouterr().out.startswith("PASS: 1 node(s)")
