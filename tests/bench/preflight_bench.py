@@ -141,19 +141,13 @@ def scored(
     place: Path, healthy: dict[str, Any], alone: Iterable[Case], together: Iterable[Case], names: list[str]
 ) -> Score:
     """Run and print the cases. alone: nodes by themselves. together: ranks that talk to each other."""
-    problems: dict[str, list[tuple[str, str, str]]] = {}
-    cases = {}
-    for run, chosen in (
-        (lambda case: judged(place, healthy, case), alone),
-        (lambda c: ranks_judged(place, c), together),
-    ):
-        for case in chosen:
-            if not names or case.name in names:
-                cases[case.name] = case
-                problems[case.name] = problems.get(case.name, []) + run(case)
+    by_itself, among_ranks = {case.name: case for case in alone}, {case.name: case for case in together}
     score = Score()
-    for name, case in cases.items():
-        score.add(case, problems[name])
+    for name, case in (by_itself | among_ranks).items():
+        if names and name not in names:
+            continue
+        problems = judged(place, healthy, case) if name in by_itself else []
+        score.add(case, problems + (ranks_judged(place, case) if name in among_ranks else []))
     return score
 
 
