@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all test-cluster lint replays bench-cpu bench-preflight bench-hangs clean
+.PHONY: setup demo test test-all test-cluster lint replays bench-cpu bench-preflight bench-hangs bench-overhead clean
 
 setup: $(READY)
 
@@ -46,6 +46,9 @@ bench-preflight: $(READY)
 # Verdicts on the labelled corpus of hangs: rank, class, abstention.
 bench-hangs: $(READY)
 	$(BIN)/python tests/bench/hangs_bench.py
+
+bench-overhead: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/bench/overhead_bench.py
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -13,6 +13,7 @@ import socket
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
@@ -110,11 +111,6 @@ class Heartbeat:
         """Phase as it was named, update, pack."""
         return self._part, self._update, self._pack
 
-    @property
-    def standing(self) -> tuple[str, int, int]:
-        """Phase as it was named, update, pack."""
-        return self._part, self._update, self._pack
-
     def beat(self) -> None:
         """Say again where the rank stands, so that a long phase is seen to be alive."""
         beat = Beat(
@@ -146,12 +142,12 @@ class Heartbeat:
         self._update_clock = None
 
 
-def read(run: Path) -> list[Beat]:
+def read(run: Path, ranks: Iterable[int] | None = None) -> list[Beat]:
     """The last beat of every rank that ever wrote one, by rank; ranks of earlier lives carry their own `attempt`.
 
-    Raises BadRecord naming the file where one is not a beat.
+    ranks: only these. Raises BadRecord naming the file where one is not a beat.
     """
-    return [_load(path, Beat) for path in _ranked(run / runfolder.HEARTBEAT)]
+    return [_load(path, Beat) for path in _ranked(run / runfolder.HEARTBEAT, ranks)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +229,12 @@ def ended(
     return end
 
 
-def read_ends(run: Path) -> list[End]:
-    """How every rank ended that has ended, by rank. Raises BadRecord naming the file where one is not such a record."""
-    return [_load(path, End) for path in _ranked(run / runfolder.LOGS)]
+def read_ends(run: Path, ranks: Iterable[int] | None = None) -> list[End]:
+    """How every rank ended that has ended, by rank; `ranks`: only these.
+
+    Raises BadRecord naming the file where one is not such a record.
+    """
+    return [_load(path, End) for path in _ranked(run / runfolder.LOGS, ranks)]
 
 
 def _last_beat(run: Path, rank: int) -> Beat | None:
@@ -249,12 +248,15 @@ def _type_name(error: BaseException) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _ranked(folder: Path) -> list[Path]:
+def _ranked(folder: Path, ranks: Iterable[int] | None) -> list[Path]:
+    if ranks is not None:  # a job of many nodes has too many files for each watcher to list them all the time
+        return [path for rank in sorted(ranks) if (path := folder / f"rank{rank}.json").exists()]
     files = {path.stem.removeprefix("rank"): path for path in folder.glob("rank*.json")}
     return [files[rank] for rank in sorted((rank for rank in files if rank.isdecimal()), key=int)]
 
 
 Record = TypeVar("Record", Beat, End)
+_HINTS: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Beat, End)}
 
 
 def _load(path: Path, kind: type[Record]) -> Record:
@@ -269,7 +271,7 @@ def _load(path: Path, kind: type[Record]) -> Record:
         raise BadRecord(f"{path}: without {', '.join(missing)}")
     if unknown := sorted(value.keys() - names):
         raise BadRecord(f"{path}: unknown {', '.join(unknown)}")
-    hints = get_type_hints(kind)
+    hints = _HINTS[kind]
     for name in sorted(names):
         if not _fits(value[name], hints[name]):
             raise BadRecord(f"{path}: {name} is {value[name]!r}")
@@ -280,7 +282,8 @@ def _load(path: Path, kind: type[Record]) -> Record:
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a JSON value is what a field of type `hint` is written as."""
     if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
+        item = get_args(hint)[0]
+        return isinstance(value, list) and {type(one) for one in value} <= ({int, float} if item is float else {item})
     if get_origin(hint) is UnionType:
         return any(_fits(value, choice) for choice in get_args(hint))
     return type(value) is hint or (hint is float and type(value) is int)

@@ -21,6 +21,8 @@ from slurm.verdict import Verdict
 
 WAIT_S = 27.0
 """How long the judging watcher waits for the evidence of all nodes."""
+SHORT_WAIT_S = 5.0
+"""The same where the ranks are ended in any case, because the job has little time left."""
 TURN_S = 3.0
 """After how much longer each further node's watcher judges in its place."""
 BEING_RAISED_S = 10.0
@@ -62,9 +64,10 @@ def is_my_turn(alarm: Alarm, node: int, complete: bool, waited_s: float) -> bool
 
     The one that noticed judges, after a person's question the first; the others if it does not.
     """
+    wait_s = SHORT_WAIT_S if alarm.must_end else WAIT_S
     if node == max(alarm.node, 0):
-        return complete or waited_s > WAIT_S
-    return waited_s > WAIT_S + TURN_S * (1 + node)
+        return complete or waited_s > wait_s
+    return waited_s > wait_s + TURN_S * (1 + node)
 
 
 def conclude(run: Path, folder: Path, alarm: Alarm, world: int, hosts: tuple[str, ...]) -> Verdict:

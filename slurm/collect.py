@@ -126,7 +126,7 @@ def collect(scene: Scene) -> Node:
     second, second_gpus = _round(scene, later, notes, end, processes_last=False)
     if (lag := again - looked - scene.gap_s) > LAG_S:
         notes.add(f"this node did not run its watcher for {lag:.0f} s while it looked")
-    ends = {one.rank: one for one in heartbeat.read_ends(scene.run) if one.attempt == scene.attempt}
+    ends = {one.rank: one for one in heartbeat.read_ends(scene.run, scene.ranks) if one.attempt == scene.attempt}
     calls = _collectives(scene, later, dumps, end, notes)
     visible = next((found.get("CUDA_VISIBLE_DEVICES") for found in variables.values() if found), None)
     telling, said = notes.take(log, end), notes.take(slurm, end)
@@ -162,7 +162,7 @@ def _rank(
 
 
 def _beats(scene: Scene, notes: Notes) -> dict[int, Beat]:
-    found = {beat.rank: beat for beat in heartbeat.read(scene.run) if beat.attempt == scene.attempt}
+    found = {beat.rank: beat for beat in heartbeat.read(scene.run, scene.ranks) if beat.attempt == scene.attempt}
     for rank in scene.ranks:
         if rank not in found:
             notes.add("no heartbeat", rank)

@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -26,7 +27,7 @@ from configs.console import make_app
 from configs.console import run as run_app
 from configs.schema import Config, WatchConfig
 from prefix_train import heartbeat
-from prefix_train.heartbeat import Beat
+from prefix_train.heartbeat import Beat, End
 from slurm import alarms, collect, deadlines, evidence, gpus, presence, verdict
 from slurm.alarms import look_now as look_now
 from slurm.deadlines import Overdue, Pauses
@@ -36,10 +37,14 @@ from slurm.verdict import Verdict
 
 GRACE_S = 5.0
 """Time for the other ranks to end by themselves, and to say why, after one has ended badly."""
+END_GAP_S = 1.0
+"""Time between two looks at ranks that wait for one that has ended."""
 SETTLE_S = 1.0
 """Time for a rank's parent to write down how it ended."""
 SAVE_SHARE = 0.7
 """Part of `slurm.signal_delay_s` that ranks may use for saving; the rest is for evidence and for the batch script."""
+ELSEWHERE_S = 3.0
+"""How often it is looked whether a rank of another node has ended badly."""
 RANK_ENDED = 1
 """Exit status after a rank that ended badly."""
 
@@ -80,6 +85,7 @@ class Watcher:
         self.has_gpus, self.computing = has_gpus, gpus.Computing()
         self.gone_since: dict[int, float] = {}
         self.bad_since: float | None = None
+        self.looked_elsewhere, self.ended_elsewhere = -math.inf, list[End]()
         self.save_within_s = save_within_s
         self.said = -math.inf
         """When this watcher last said that it is there."""
@@ -105,19 +111,19 @@ class Watcher:
         """Look once; an exit status when there is nothing left to watch."""
         runfolder.check_attempt(self.run)
         self.pauses.tick(time.monotonic())
-        beats = {beat.rank: beat for beat in self._beats() if beat.rank in self.expected}
+        beats = self._beats()
         if self.parent is not None and os.getppid() != self.parent:
             end_ranks(beats.values())
             return RANK_ENDED
-        self._record_gone(beats)
-        ends = {end.rank: end for end in heartbeat.read_ends(self.run) if end.attempt == self.attempt}
+        ends = {end.rank: end for end in self._ends(self.expected)}
         running = {rank: beat for rank, beat in beats.items() if rank not in ends and self._may_run(beat)}
+        self._record_gone([beat for rank, beat in beats.items() if rank not in ends and rank not in running])
         if ends.keys() >= self.expected:
             return RANK_ENDED if any(ends[rank].status not in ENDED_WELL for rank in self.expected) else 0
         for folder in verdict.folders(self.run):
             if folder not in self.obeyed:
                 return self._attend(folder, running)
-        if any(end.status not in ENDED_WELL for end in ends.values()):
+        if any(end.status not in ENDED_WELL for end in [*ends.values(), *self._elsewhere()]):
             return self._end_after_bad(running)
         if (alarm := self._suspicion(beats, running, ends.keys())) is not None:
             alarms.raise_one(self.run, alarm)
@@ -126,18 +132,27 @@ class Watcher:
     def _may_run(self, beat: Beat) -> bool:
         return beat.host != self.host or is_alive(beat)
 
-    def _beats(self) -> list[Beat]:
-        return [beat for beat in heartbeat.read(self.run) if beat.attempt == self.attempt]
+    def _beats(self) -> dict[int, Beat]:
+        """The last word of each rank of this node."""
+        return {beat.rank: beat for beat in heartbeat.read(self.run, self.expected) if beat.attempt == self.attempt}
 
-    def _record_gone(self, beats: dict[int, Beat]) -> None:
-        """Write the end of ranks that are gone and were killed together with their parents: only SIGKILL does that."""
-        recorded = {end.rank for end in heartbeat.read_ends(self.run) if end.attempt == self.attempt}
+    def _ends(self, ranks: Iterable[int] | None = None) -> list[End]:
+        return [end for end in heartbeat.read_ends(self.run, ranks) if end.attempt == self.attempt]
+
+    def _elsewhere(self) -> list[End]:
+        """How ranks of other nodes ended, as of a moment ago."""
+        if time.monotonic() - self.looked_elsewhere > ELSEWHERE_S:
+            self.looked_elsewhere, self.ended_elsewhere = time.monotonic(), self._ends()
+        return self.ended_elsewhere
+
+    def _record_gone(self, gone: Sequence[Beat]) -> None:
+        """Write the end of ranks that were killed together with their parents: only SIGKILL does that."""
         now = time.monotonic()
-        for rank, beat in beats.items():
-            if rank in recorded or self._may_run(beat):
-                self.gone_since.pop(rank, None)
-            elif now - self.gone_since.setdefault(rank, now) > SETTLE_S:
-                heartbeat.ended(self.run, rank, beat.world, signal=signal.SIGKILL, host=beat.host, pid=beat.pid)
+        since = {beat.rank: self.gone_since.get(beat.rank, now) for beat in gone}
+        for beat in gone:
+            if now - since[beat.rank] > SETTLE_S:
+                heartbeat.ended(self.run, beat.rank, beat.world, signal=signal.SIGKILL, host=beat.host, pid=beat.pid)
+        self.gone_since = since
 
     def _end_after_bad(self, running: dict[int, Beat]) -> int | None:
         """Give the others a moment to end by themselves, then end them."""
@@ -146,8 +161,14 @@ class Watcher:
             self.bad_since = now
         if now - self.bad_since < GRACE_S:
             return None
+        self._see_end(min(END_GAP_S, self.watch.sample_gap_s))
         end_ranks(running.values())
         return RANK_ENDED
+
+    def _see_end(self, gap_s: float) -> None:
+        """Keep what this node has of a bad end: the ranks' last collectives, and where those are that still wait."""
+        node = collect.collect(replace(self._scene(), gap_s=gap_s))
+        evidence.write(evidence.of_end(self.run, self.attempt), node, self.run)
 
     def _suspicion(self, beats: Mapping[int, Beat], running: Mapping[int, Beat], ended: Iterable[int]) -> Alarm | None:
         """Why evidence should be taken now; None: all is well."""
@@ -204,8 +225,8 @@ class Watcher:
 
     def _judge(self, folder: Path, alarm: Alarm) -> Verdict | None:
         beats, per_node = self._beats(), len(self.expected)
-        world = max((beat.world for beat in beats), default=per_node)
-        ended = {end.rank for end in heartbeat.read_ends(self.run) if end.attempt == self.attempt}
+        world = max((beat.world for beat in beats.values()), default=per_node)
+        ended = {end.rank for end in self._ends()}
         alive = {rank // per_node for rank in range(world) if rank not in ended}
         awaited, waited = alive - evidence.answered(folder), time.monotonic() - self.answered[folder]
         if not alarms.is_my_turn(alarm, self.node, not awaited, waited):

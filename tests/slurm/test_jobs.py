@@ -412,5 +412,5 @@ def test_stopped_rank_is_named_and_its_node_left_out(lab: Lab, clone: Path) -> N
     job.end("COMPLETED")
     first, second = job.lives
     assert (first.cause, first.culprits, first.excluded) == ("hang", ("node2",), ("node2",))
-    assert "stuck: rank 1 is stopped" in job.log
+    assert "stuck: rank 1 on node2 is stopped" in job.log
     assert (second.cause, "node2" in second.nodes) == ("complete", False)

@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import WatchConfig
 from prefix_train.heartbeat import PHASES, Beat
-from slurm.deadlines import age, deadline, overdue, percentile_99
+from slurm.deadlines import Pauses, age, deadline, is_warm, overdue, percentile_99
 
 WATCH = WatchConfig(load_s=11, first_update_s=12, floor_s=3, factor=2, save_s=14, evaluate_s=15)
 
@@ -75,3 +75,41 @@ def test_the_longest_overdue_comes_first_and_all_ranks_durations_count() -> None
     late = overdue([BEAT, *others], WATCH, "here", clock=55.0, wall=0.0)
     assert [(item.beat.rank, item.age, item.limit) for item in late] == [(1, 25.0, 12.0), (0, 15.0, 12.0)]
     assert late[0].sentence == "update 7 has taken 25.0 s, its deadline was 12.0 s"
+
+
+def test_waiting_for_data_counts_as_part_of_the_update() -> None:
+    assert deadline(beat(phase="data", part="data"), WATCH, [1.0] * 9) == 3
+    assert age(beat(phase="data"), "here", clock=55.0, wall=0.0) == 15
+
+
+def test_time_in_which_the_watcher_was_not_let_run_does_not_count() -> None:
+    pauses = Pauses(poll_s=1.0)
+    for clock in (30.0, 31.0, 32.0):
+        pauses.tick(clock)
+        assert not pauses.now
+    pauses.tick(52.0)
+    assert pauses.now
+    assert pauses.since(0.0) == pauses.since(33.0) == 19
+    assert pauses.since(40.0) == 12
+    assert pauses.since(52.0) == 0
+    pauses.tick(53.0)
+    assert not pauses.now
+    assert [late.age for late in overdue([BEAT], WATCH, "here", 55.0, 0.0)] == [15]
+    assert overdue([BEAT], WATCH, "here", 55.0, 0.0, pauses) == []
+    assert [late.age for late in overdue([BEAT], WATCH, "here", 64.0, 0.0, pauses)] == [12]
+
+
+def test_the_watchers_own_work_is_no_pause() -> None:
+    pauses = Pauses(poll_s=1.0)
+    pauses.tick(10.0)
+    pauses.rest()
+    pauses.tick(40.0)
+    assert not pauses.now
+    assert pauses.since(0.0) == 0
+
+
+def test_what_is_usual_is_known_after_some_updates() -> None:
+    assert is_warm(BEAT)
+    assert not is_warm(beat(durations=(1.0, 2.0)))
+    assert not is_warm(beat(phase="first_update"))
+    assert not is_warm(beat(phase="save", update_clock=None))
