@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -128,9 +129,18 @@ def test_biopsies_are_split_and_told_by_the_numbers_alone(tmp_path: Path) -> Non
     assert answers == {'{"diagnosis": "benign"}': 104, '{"diagnosis": "malignant"}': 65}
     first = next(row for part in rows.values() for row in part if row["id"] == "biopsy-000")
     assert first["messages"][1]["content"] == (
-        "radius 254, texture 17, smoothness 162, concavity 712, concave points 265"
+        "radius 254 (very high), texture 17 (very low), "
+        "smoothness 162 (very high), concavity 712 (very high), concave points 265 (very high)"
     )
     assert first["messages"][2]["content"] == '{"diagnosis": "malignant"}'
+
+
+def test_grades_are_fifths_of_the_training_split_alone(tmp_path: Path) -> None:
+    biopsies.write_biopsies(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    grades = Counter(re.search(r"radius \d+ \((.*?)\)", row["messages"][1]["content"])[1] for row in rows)  # type: ignore[index]
+    assert set(grades) == set(biopsies.GRADES)
+    assert all(abs(count - 80) <= 2 for count in grades.values())
 
 
 def test_biopsies_written_twice_are_the_same_bytes(tmp_path: Path) -> None:
