@@ -160,13 +160,13 @@ def buckets(geometry: Geometry, most: int) -> list[int]:
 def compile_ahead(config: Config, device: torch.device) -> float:
     """Compile the job's kernels side by side, which the first update would do one after the other; seconds taken.
 
-    Comes after `use_pins`. What is not pinned is left to its first launch.
+    Comes after `use_pins`. What is not pinned is left to its first launch. Random states stay as they are.
     """
     geometry = searching_kernels(config, device)
     if geometry is None or "FLA_CONFIG_DIR" not in os.environ:
         return 0.0
     began = time.monotonic()
-    with suppress(compiling.WouldSearch), compiling.without_launching():
+    with suppress(compiling.WouldSearch), torch.random.fork_rng([device]), compiling.without_launching():
         trial.delta_net(config, geometry, trial.LEAST, device)
     torch.cuda.synchronize(device)
     return time.monotonic() - began
