@@ -28,6 +28,8 @@ KEPT = (
     f"{runfolder.LOGS}/*.log",
     f"{runfolder.LOGS}/*.json",
     f"{runfolder.LOGS}/*.txt",
+    f"{runfolder.LOGS}/end-*/*.txt",
+    f"{runfolder.LOGS}/end-*/evidence/*.json",
     f"{runfolder.HANGS}/*/*.json",
     f"{runfolder.HANGS}/*/*.txt",
     f"{runfolder.HANGS}/*/evidence/*.json",

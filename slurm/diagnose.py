@@ -20,7 +20,7 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
-from slurm import archive, evidence, life, verdict
+from slurm import archive, evidence, life, presence, verdict
 from slurm.evidence import Alarm, BadEvidence, Node, Rank, Seen
 from slurm.verdict import Verdict
 
@@ -58,7 +58,8 @@ def diagnose(run: Path, hang: int | None = None) -> Diagnosis:
     if hang is not None:
         folder = run / runfolder.HANGS / str(hang)
         if not folder.is_dir():
-            raise UserError(f"{run} has no hang {hang}: there are {[path.name for path in verdict.folders(run)]}")
+            there = ", ".join(path.name for path in verdict.folders(run)) or "none"
+            raise UserError(f"{run} has no hang {hang}: there is {there}")
         return Diagnosis(run, hang, _of_hang(run, folder), f"hang {hang} has neither evidence nor verdict")
     attempt = runfolder.current_attempt(run)
     found = [(int(folder.name), each) for folder in verdict.folders(run) if (each := _of_hang(run, folder))]
@@ -91,17 +92,19 @@ def _of_hang(run: Path, folder: Path) -> Verdict | None:
 
 
 def _of_ends(run: Path, attempt: int, ends: Sequence[End]) -> Verdict:
-    """Judge how the ranks ended, and where those were that left no word."""
-    beats = [beat for beat in heartbeat.read(run) if beat.attempt == attempt]
+    """Judge how the ranks ended, by what their watchers saw of it, and where there is none by their own words."""
     words: dict[str, dict[int, tuple[Beat | None, End | None]]] = {}
-    for beat in beats:
-        words.setdefault(beat.host, {})[beat.rank] = (beat, None)
+    seen = evidence.read(evidence.of_end(run, attempt))
+    known = {rank.rank for node in seen for rank in node.ranks}
+    for beat in heartbeat.read(run):
+        if beat.attempt == attempt and beat.rank not in known:
+            words.setdefault(beat.host, {})[beat.rank] = (beat, None)
     for end in ends:
-        known = words.setdefault(end.host, {})
-        known[end.rank] = (known.get(end.rank, (None, None))[0], end)
-    nodes = tuple(_node(host, attempt, ranks) for host, ranks in words.items())
-    last = max(end.time for end in ends)
-    alarm = Alarm(attempt, "", -1, 0.0, 0.0, "ranks have ended", last, must_end=True)
+        if end.rank not in known:
+            here = words.setdefault(end.host, {})
+            here[end.rank] = (here.get(end.rank, (None, None))[0], end)
+    nodes = (*seen, *(_node(host, attempt, ranks) for host, ranks in words.items()))
+    alarm = Alarm(attempt, "", -1, 0.0, 0.0, "ranks have ended", max(end.time for end in ends), must_end=True)
     return verdict.judge(nodes, alarm, _world(run), _hosts(run, attempt, nodes))
 
 
@@ -124,11 +127,13 @@ def _world(run: Path) -> int:
 
 
 def _hosts(run: Path, attempt: int, nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Hosts of the life's nodes, in order."""
+    """Hosts of the life's nodes, in order: as the job wrote them down, else as far as evidence and watchers tell."""
     for one in life.read(run):
         if one.attempt == attempt and one.nodes:
             return one.nodes
-    return tuple(node.host for node in nodes)
+    known = {node.index: node.host for node in nodes if node.index >= 0}
+    present = {place: presence.read(run, place) for place in range(from_run(run).slurm.nodes)}
+    return tuple(known.get(place) or (one.host if one else "?") for place, one in present.items())
 
 
 def _standing(run: Path, attempt: int, ends: Sequence[End]) -> str:

@@ -151,6 +151,11 @@ class Alarm:
         return self.node < 0 and not self.must_end
 
 
+def of_end(run: Path, attempt: int) -> Path:
+    """logs/end-<attempt>: what was seen of a life in which a rank ended badly, taken before the others are ended."""
+    return run / runfolder.LOGS / f"end-{attempt}"
+
+
 def write(folder: Path, node: Node, run: Path) -> None:
     """Write a node's evidence into hangs/<n>."""
     text = msgspec.json.format(msgspec.json.encode(node), indent=1).decode()

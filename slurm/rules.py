@@ -41,6 +41,7 @@ EXCUSED = 4.0
 """A rank that moves without getting anywhere is left alone up to this many times its deadline."""
 MISMATCH = re.compile(r"mismatch|preamble|op\.nbytes|differ", re.IGNORECASE)
 """What gloo, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL, say of collectives that do not fit."""
+RANK = re.compile(r"\brank (\d+)\b")
 OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_]kill|oom_reaper", re.IGNORECASE)
 KILLED_PID = re.compile(r"(?:[Kk]illed process|pid=|task=\S+,pid=)\s*(\d+)")
 XID = re.compile(r"\bXid\b.*?: *(\d+)", re.IGNORECASE)
@@ -49,6 +50,8 @@ DATA_FILES = re.compile(r"/prefix_train/(feed|data|images|collate|render|tokens)
 SAVE_FILES = re.compile(r"/prefix_train/(checkpoint|export|tensors)\.py$")
 BLOCKED_IN = re.compile(r"nfs|fuse|rpc_wait|lustre|ceph|gpfs|folio_wait|wait_on_page|io_schedule|jbd2|request_wait")
 """Kernel functions in which a process waits for a file system."""
+ALWAYS_OPEN = re.compile(r"/logs/rank\d+\.|/rings/")
+"""A rank's own log and ring."""
 ENDED_WELL = (0, 3)
 STALLED_BEFORE = 0.5
 """An update that took this share of the present age, and finished, is precedent for a slow update."""
@@ -107,20 +110,21 @@ def oom_killed(case: Case) -> Finding | None:
 
 
 def raised(case: Case) -> Finding | None:
-    """A rank's own traceback is the cause; what the others say of lost connections is not."""
-    own = [view for view in case.ended if view.end and view.end.exception and not _lost(view)]
-    if not own:
+    """A rank's own traceback is the cause; what others say of lost connections, or of that rank, is not."""
+    told = [view for view in case.ended if view.end and view.end.exception and not _lost(view)]
+    if not told:
         return None
-    first = own[0]
+    own = [view for view in told if _named_by(view) in (None, view.rank)]
+    first = (own or told)[0]
     assert first.end is not None
-    same = [view for view in own if view.end and (view.end.exception, view.end.message) == _what(first)]
+    same = [view for view in told if view.end and (view.end.exception, view.end.message) == _what(first)]
     advice = f"read the traceback in logs/rank{first.rank}.log"
+    named = _named_by(first)
     if len(same) > 1 and len(same) == len(case.views):
         clause = f"all {len(same)} ranks agreed to stop: each {wording.ended(first)}"
-        return Finding("rank_raised", (), clause, first.where, advice=advice)
-    return Finding(
-        "rank_raised", (first.rank,), f"{wording.name([first])} {wording.ended(first)}", first.where, advice=advice
-    )
+        return Finding("rank_raised", () if named is None else (named,), clause, first.where, advice=advice)
+    clause = f"{wording.name([first])} {wording.ended(first)}"
+    return Finding("rank_raised", (first.rank if named is None else named,), clause, first.where, advice=advice)
 
 
 def died(case: Case) -> Finding | None:
@@ -163,7 +167,7 @@ def lost_connections(case: Case) -> Finding | None:
 def left(case: Case) -> Finding | None:
     """A rank ended well while others still wait for it."""
     gone = [view for view in case.ended if view.end and view.end.status in ENDED_WELL]
-    if not gone or not case.waiting:
+    if not gone or not (case.waiting or any(map(_lost, case.ended))):
         return None
     first = gone[0]
     clause = f"{wording.name(gone)} ended with status {first.end.status if first.end else 0} and left the others behind"
@@ -351,20 +355,15 @@ def unfinished(case: Case) -> Finding | None:
     return Finding("network", (), clause, sure="medium" if hints else "low", nodes=nodes, advice=advice)
 
 
-def unanswered(case: Case) -> Finding | None:
-    """Those that could be looked at wait; those that could not are the only ones left."""
-    if not case.silent:
-        return None
-    clause = f"cannot tell: {wording.name(case.silent)} gave nothing"
-    return Finding("unknown", (), clause, sure="low", advice=f"look at node {case.silent[0].host} by hand")
-
-
-def nothing_fits(case: Case) -> Finding | None:
-    """None of the rules above."""
+def cannot_tell(case: Case) -> Finding | None:
+    """None of the rules above; where ranks gave nothing, one of these may be the one that all wait for."""
+    advice = "python -m slurm.diagnose RUN --archive FILE packs the evidence for a colleague"
+    if case.silent:
+        clause = f"cannot tell: {wording.name(case.silent)} gave nothing"
+        return Finding("unknown", (), clause, sure="low", advice=f"look at node {case.silent[0].host} by hand")
     where = f"{len(case.waiting)} of {len(case.views)} ranks wait" if case.waiting else "no rank waits for another"
     xid = next((f"; {node.host} says: {line.strip()}" for node, line in case.kernel_log if XID.search(line)), "")
-    return Finding("unknown", (), f"cannot tell: {where}, and nothing says why{xid}", sure="low",
-                   advice="python -m slurm.diagnose RUN --archive FILE packs the evidence for a colleague")  # fmt: skip
+    return Finding("unknown", (), f"cannot tell: {where}, and nothing says why{xid}", sure="low", advice=advice)
 
 
 RULES: tuple[Rule, ...] = (
@@ -372,9 +371,9 @@ RULES: tuple[Rule, ...] = (
     oom_killed,
     raised,
     died,
+    left,
     fell_silent,
     lost_connections,
-    left,
     tears_down,
     tunes,
     compiles,
@@ -391,8 +390,7 @@ RULES: tuple[Rule, ...] = (
     starves,
     is_missing,
     unfinished,
-    unanswered,
-    nothing_fits,
+    cannot_tell,
 )
 """The last one always has something to say."""
 
@@ -568,7 +566,7 @@ def _blocked(view: View) -> bool:
 
 
 def _files(view: View) -> str:
-    files = view.process.blocked_files if view.process else ()
+    files = [file for file in view.process.blocked_files if not ALWAYS_OPEN.search(file)] if view.process else []
     return f"; open: {', '.join(files[:2])}" if files else ""
 
 
@@ -585,6 +583,12 @@ def _xid(case: Case, views: Sequence[View]) -> str:
 
 def _what(view: View) -> tuple[str | None, str | None]:
     return (view.end.exception, view.end.message) if view.end else (None, None)
+
+
+def _named_by(view: View) -> int | None:
+    """The only rank that a rank's exception speaks of; none where it speaks of none, or of several."""
+    ranks = {int(number) for number in RANK.findall((view.end.message or "") if view.end else "")}
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 def _message(view: View) -> str:

@@ -119,7 +119,7 @@ class Watcher:
         running = {rank: beat for rank, beat in beats.items() if rank not in ends and self._may_run(beat)}
         self._record_gone([beat for rank, beat in beats.items() if rank not in ends and rank not in running])
         if ends.keys() >= self.expected:
-            return RANK_ENDED if any(ends[rank].status not in ENDED_WELL for rank in self.expected) else 0
+            return self._end_all(ends.values())
         for folder in verdict.folders(self.run):
             if folder not in self.obeyed:
                 return self._attend(folder, running)
@@ -153,6 +153,13 @@ class Watcher:
             if now - since[beat.rank] > SETTLE_S:
                 heartbeat.ended(self.run, beat.rank, beat.world, signal=signal.SIGKILL, host=beat.host, pid=beat.pid)
         self.gone_since = since
+
+    def _end_all(self, ends: Iterable[End]) -> int:
+        """All ranks of this node have ended; after a bad end what they did last tells who began."""
+        if all(end.status in ENDED_WELL for end in ends):
+            return 0
+        self._see_end(0.0)
+        return RANK_ENDED
 
     def _end_after_bad(self, running: dict[int, Beat]) -> int | None:
         """Give the others a moment to end by themselves, then end them."""

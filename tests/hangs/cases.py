@@ -64,7 +64,7 @@ def read_all(corpus: Path) -> list[Case]:
 class Plan:
     """How a case is made. faults: by rank. look: when evidence is taken.
 
-    `alarm`: when a rank is past its deadline. `end`: when a rank has ended badly. `phase NAME`: when some rank has been
+    `alarm`: when a rank is past its deadline, or has ended badly. `phase NAME`: when some rank has been
     in that phase for a second, past its deadline or not. `run`: after ten updates.
     """
 
@@ -114,7 +114,7 @@ PLANS: tuple[Plan, ...] = (
     _hang("missing-pack-of-eight", "missing_rank", {6: "one pack less"}, 8, "the same with eight ranks", nodes=2),
     _hang("missing-agreement", "missing_rank", {2: "skip agreement"}, 3, "does not take part in one agreement"),
     _hang("missing-norms", "missing_rank", {1: "skip norms"}, 4, "does not add up its norms"),
-    _hang("missing-left", "missing_rank", {1: "leave"}, 3, "ends well before the others", look="alarm"),
+    _hang("missing-left", "missing_rank", {1: "leave"}, 3, "ends well before the others"),
     _hang("missing-evaluation", "missing_rank", {1: "sleep in evaluation"}, 3, "does not come out of an evaluation",
           options=EVALUATES),
     _hang("extra-sum", "extra_collective", {1: "extra sum"}, 3, "adds up a figure of its own for a log"),
@@ -125,19 +125,19 @@ PLANS: tuple[Plan, ...] = (
     _hang("extra-pack", "extra_collective", {3: "one pack more"}, 4, "runs one pack more than the others", nodes=2),
     _hang("extra-evaluation", "extra_collective", {1: "evaluate alone"}, 3, "begins an evaluation alone"),
     _hang("extra-save", "extra_collective", {2: "save alone"}, 4, "begins a checkpoint alone"),
-    _hang("size-sum", "size_mismatch", {1: "other size"}, 3, "adds up one value more than the others", look="end"),
-    _hang("size-sum-first", "size_mismatch", {0: "other size"}, 4, "the same on rank 0 of four", look="end"),
-    _hang("size-dtype", "size_mismatch", {2: "other dtype"}, 3, "float32 where the others have float64", look="end"),
+    _hang("size-sum", "size_mismatch", {1: "other size"}, 3, "adds up one value more than the others"),
+    _hang("size-sum-first", "size_mismatch", {0: "other size"}, 4, "the same on rank 0 of four"),
+    _hang("size-dtype", "size_mismatch", {2: "other dtype"}, 3, "float32 where the others have float64"),
     _hang("kind-broadcast", "kind_mismatch", {1: "other kind"}, 3, "a broadcast where the others add up"),
     _hang("kind-gather", "kind_mismatch", {2: "gather instead"}, 4, "a gather where the others look for the largest"),
-    _hang("died-killed", "rank_died", {1: "killed"}, 2, "SIGKILL, and nothing says that memory ran out", look="end"),
-    _hang("died-segfault", "rank_died", {0: "segfault"}, 3, "SIGSEGV", look="end"),
-    _hang("died-abort", "rank_died", {1: "abort"}, 2, "SIGABRT with equal collectives", look="end"),
-    _hang("died-exit", "rank_died", {2: "exit 7"}, 4, "exit status 7 without an exception", look="end"),
-    _hang("raised-data", "rank_raised", {1: "raise in data"}, 3, "ValueError while batches are made", look="end"),
-    _hang("raised-backward", "rank_raised", {0: "raise in backward"}, 2, "RuntimeError in backward", look="end"),
+    _hang("died-killed", "rank_died", {1: "killed"}, 2, "SIGKILL, and nothing says that memory ran out"),
+    _hang("died-segfault", "rank_died", {0: "segfault"}, 3, "SIGSEGV"),
+    _hang("died-abort", "rank_died", {1: "abort"}, 2, "SIGABRT with equal collectives"),
+    _hang("died-exit", "rank_died", {2: "exit 7"}, 4, "exit status 7 without an exception"),
+    _hang("raised-data", "rank_raised", {1: "raise in data"}, 3, "ValueError while batches are made"),
+    _hang("raised-backward", "rank_raised", {0: "raise in backward"}, 2, "RuntimeError in backward"),
     _hang("raised-waits", "rank_raised", {1: "raise and wait"}, 3, "raises, and its teardown waits for the others"),
-    _hang("raised-save", "rank_raised", {0: "raise in save"}, 2, "raises while it writes a checkpoint", look="end",
+    _hang("raised-save", "rank_raised", {0: "raise in save"}, 2, "raises while it writes a checkpoint",
           options=SAVES),
     _hang("lock-main", "gil_held", {1: "lock"}, 2, "the main thread waits in C with the interpreter lock"),
     _hang("lock-thread", "gil_held", {0: "lock in a thread"}, 3, "another thread does"),

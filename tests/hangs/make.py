@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from configs.schema import WatchConfig
-from prefix_train.heartbeat import Beat
+from prefix_train.heartbeat import Beat, End
 from slurm import collect, deadlines, evidence, frames
 from slurm.collect import Scene
 from slurm.evidence import Alarm, Node, Rank, Seen
@@ -48,8 +48,15 @@ def make(plan: Plan, into: Path = CORPUS) -> Path:
         hosts = tuple(f"node{number + 1}" for number in range(plan.nodes))
         label = Label(plan.story, plan.kind, plan.named, plan.world, hosts, plan.healthy, plan.stays, False, plan.also,
                       alarm.age > alarm.limit)  # fmt: skip
-        names = {str(work / "run"): "/runs/demo", str(work): "/data", sys.prefix: "/usr", str(ROOT): "/runs/demo/code",
-                 sys.base_prefix: "/usr", runs.host(): "node1"}  # fmt: skip
+        names = {
+            str(work / "run"): "/runs/demo",
+            str(work): "/data",
+            tempfile.gettempdir(): "/scratch",
+            sys.prefix: "/usr",
+            sys.base_prefix: "/usr",
+            str(ROOT): "/runs/demo/code",
+            runs.host(): "node1",
+        }
         return freeze(into / plan.name, label, split(node, hosts), alarm, names)
     finally:
         shutil.rmtree(work)
@@ -59,10 +66,8 @@ def wait(plan: Plan, ranks: runs.Ranks, watch: WatchConfig) -> Alarm:
     """Until it is time to look; what the watcher would say then."""
     word, _, phase = plan.look.partition(" ")
     if word == "alarm":
-        ranks.wait(lambda: overdue(ranks, watch), 90, "an alarm")
-    elif word == "end":
-        ranks.wait(lambda: any(end.status != 0 for end in ranks.ends()), 90, "an end")
-        time.sleep(0.5)
+        ranks.wait(lambda: bad_ends(ranks) or overdue(ranks, watch), 90, "an alarm")
+        time.sleep(0.5 if bad_ends(ranks) else 0)
     elif word == "phase":
         ranks.wait(lambda: any(beat.phase == phase and time.time() - beat.since > 1 for beat in ranks.beats().values()),
                    90, plan.look)  # fmt: skip
@@ -75,6 +80,11 @@ def wait(plan: Plan, ranks: runs.Ranks, watch: WatchConfig) -> Alarm:
     if word == "slow":
         late = late._replace(age=watch.floor_s + 0.5, limit=watch.floor_s)
     return Alarm(0, "node1", late.beat.rank, late.age, late.limit, late.sentence, time.time(), 0)
+
+
+def bad_ends(ranks: runs.Ranks) -> list[End]:
+    """Ranks that have ended badly."""
+    return [end for end in ranks.ends() if end.status != 0]
 
 
 def overdue(ranks: runs.Ranks, watch: WatchConfig) -> list[deadlines.Overdue]:

@@ -39,6 +39,7 @@ WITHOUT_TORCH = [
     "slurm.submit",
     "slurm.watch",
     "slurm.finish",
+    "slurm.diagnose",
 ]
 
 NAMED_ELSEWHERE = {"inspect", "io", "json", "queue", "random", "select", "signal", "string", "time", "types", "typing"}

@@ -123,6 +123,21 @@ def test_r33_fails_without_fix() -> None:
     assert found.kind != "rank_raised"
 
 
+def test_what_another_rank_says_of_the_one_that_failed_is_not_its_own_failure() -> None:
+    """The others may even have said so before the one that failed had come to an end."""
+    said = "rank 0 could not write /runs/demo/checkpoints/update-000006"
+    own = rank(0, 2, stack=None, end=end(0, 2, exception="OSError", message="no space left", status=1))
+    echo = rank(
+        1, 2, stack=None, end=end(1, 2, time=pieces.NOW - 1, exception="CheckpointError", message=said, status=1)
+    )
+    assert judge(node("node1", [own, echo]), world=2).ranks == (0,)
+    silent = rank(0, 2, stack=None)
+    assert judge(node("node1", [silent, echo]), world=2).ranks == (0,)
+    nan = {"exception": "NotFinite", "message": "rank 1, pack 0: NaN", "status": 1}
+    both = [rank(number, 2, stack=None, end=end(number, 2, **nan)) for number in (0, 1)]
+    assert judge(node("node1", both), world=2).ranks == (1,)
+
+
 def locked(rounds: int = 2) -> pieces.Rank:
     inside = (Frame("nanosleep", "libc.so.6", 0, True), Frame("flush", f"{CODE}/report.py", 71, False))
     thread = Thread("metrics", False, True, inside)

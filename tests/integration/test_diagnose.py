@@ -1,0 +1,162 @@
+"""python -m slurm.diagnose on run folders: of a hang, of ranks that died, of nothing; and the archive of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from configs import compose, runfolder
+from configs.schema import SlurmConfig
+from prefix_train.heartbeat import Beat, End
+from slurm import diagnose, evidence, life, verdict
+from slurm.policy import Life
+from tests.hangs import pieces, runs
+from tests.hangs.cases import CORPUS, read
+from tests.standins import ROOT
+
+TOKEN = "hf_" + "aB3" * 12
+
+
+def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PREFIX_TRAIN_ATTEMPT": "0"}
+    line = [sys.executable, "-m", "slurm.diagnose", *map(str, arguments)]
+    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of four ranks on two nodes whose folder has nothing but its config."""
+    (tmp_path / "data").mkdir()
+    folder = tmp_path / "a run"
+    config = runs.options(tmp_path / "data", 4, runs.WATCH, 0, 0)
+    config = replace(config, cluster="slurm", slurm=SlurmConfig(nodes=2, tasks_per_node=2))
+    for name in (runfolder.LOGS, runfolder.HEARTBEAT):
+        (folder / name).mkdir(parents=True)
+    runfolder.write_text(folder / runfolder.CONFIG, compose.to_yaml(config))
+    return folder
+
+
+def hang(run: Path, name: str, number: int = 1) -> None:
+    """The evidence of a case of the corpus as the run's own."""
+    target = run / runfolder.HANGS / str(number)
+    shutil.copytree(CORPUS / name / evidence.FOLDER, target / evidence.FOLDER)
+    shutil.copy(CORPUS / name / evidence.ALARM, target / evidence.ALARM)
+
+
+def leave(run: Path, *words: Beat | End) -> None:
+    for one in words:
+        folder = runfolder.HEARTBEAT if isinstance(one, Beat) else runfolder.LOGS
+        runfolder.write_json(run / folder / f"rank{one.rank}.json", asdict(one))
+
+
+def test_a_hang_from_the_folder_alone(run: Path, tmp_path: Path) -> None:
+    hang(run, "missing-sleep-optimizer")
+    done = command(run, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    *text, last = done.stdout.splitlines()
+    expected = read(CORPUS / "missing-sleep-optimizer").judge()
+    assert text[0] == expected.sentence
+    assert text[1].startswith("next: ")
+    document = json.loads(last)
+    assert (document["hang"], document["verdict"]["kind"], document["verdict"]["ranks"]) == (1, "missing_rank", [3])
+    assert document["verdict"]["nodes"] == ["node2"]
+
+
+def test_of_several_hangs_the_one_that_names_a_rank_or_the_one_that_is_asked_for(run: Path) -> None:
+    hang(run, "unknown-node")
+    hang(run, "missing-sleep-optimizer", 2)
+    assert diagnose.diagnose(run).hang == 2
+    first = diagnose.diagnose(run, 1)
+    assert first.verdict is not None
+    assert first.verdict.kind == "unknown"
+    assert first.text().startswith("cannot tell: ranks 2 and 3 on ? gave nothing")
+    life.write(run, Life(0, "7", ("node1", "node2")))
+    assert diagnose.diagnose(run, 1).text().startswith("cannot tell: ranks 2 and 3 on node2 gave nothing")
+
+
+def test_r33_ranks_that_died_without_a_hang_are_explained_by_their_own_words(run: Path) -> None:
+    lost = "Connection closed by peer [10.0.0.1]:4242"
+    leave(
+        run,
+        *(pieces.beat(number, 4, f"node{number // 2 + 1}") for number in range(4)),
+        pieces.end(1, exception="ValueError", message="row 17: corrupt image", where="/x/data.py:88", status=1),
+        *(pieces.end(n, 4, "node2", pieces.NOW - 1, exception="RuntimeError", message=lost, status=1) for n in (2, 3)),
+    )  # fmt: skip
+    found = diagnose.diagnose(run)
+    assert found.hang is None
+    assert found.verdict is not None
+    assert (found.verdict.kind, found.verdict.ranks) == ("rank_raised", (1,))
+    assert found.text().startswith(
+        "rank 1 on node1 raised ValueError in update 7 at data.py:88: row 17: corrupt image."
+    )
+    assert "rank 0: it left no word of how it ended" in found.text()
+
+
+def test_a_rank_aborted_by_sizes_is_explained_by_the_rings_that_the_watchers_kept(run: Path) -> None:
+    case = read(CORPUS / "size-sum")
+    for node in case.nodes:
+        evidence.write(evidence.of_end(run, 0), node, run)
+        leave(run, *(rank.end for rank in node.ranks if rank.end))
+    found = diagnose.diagnose(run)
+    assert found.verdict is not None
+    assert (found.verdict.kind, found.verdict.ranks) == ("size_mismatch", (1,))
+
+
+def test_nothing_to_explain(run: Path, tmp_path: Path) -> None:
+    assert "no rank has given a heartbeat" in command(run, cwd=tmp_path).stdout
+    leave(run, pieces.beat(0, 4, "node1"))
+    assert "--now looks at the ranks of a run that is alive" in command(run, cwd=tmp_path).stdout
+    leave(run, *(pieces.end(number, 4, "node1", status=0) for number in range(4)))
+    assert "4 ranks of life 0 ended well" in command(run, cwd=tmp_path).stdout
+
+
+def test_mistakes_are_one_line_and_status_2(run: Path, tmp_path: Path) -> None:
+    hang(run, "unknown-node")
+    for arguments, words in (
+        ((tmp_path,), "is not a run folder"),
+        ((run, "--hang", "7"), "has no hang 7: there is 1"),
+        ((run, "--hang", "1", "--now"), "give one of them"),
+    ):
+        done = command(*arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+    (run / "hangs" / "1" / "evidence" / "0-node1.json").write_text("[")
+    done = command(run, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "0-node1.json" in done.stderr
+
+
+def test_the_archive_says_the_same_elsewhere_and_has_no_secrets(run: Path, tmp_path: Path) -> None:
+    hang(run, "missing-sleep-optimizer")
+    (run / "logs" / "rank0.log").write_text(f"export HF_TOKEN={TOKEN}\nrank 0 says hello\n")
+    (run / "checkpoints" / "update-000006").mkdir(parents=True)
+    (run / "checkpoints" / "update-000006" / "model.safetensors").write_text("weights")
+    packed = tmp_path / "for a colleague.tar.gz"
+    done = command(run, "--archive", packed, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"files in {packed}" in done.stdout
+    elsewhere = tmp_path / "elsewhere"
+    with tarfile.open(packed) as tar:
+        tar.extractall(elsewhere, filter="data")
+    assert not (elsewhere / run.name / "checkpoints").exists()
+    assert (elsewhere / run.name / "logs" / "rank0.log").read_text() == "export HF_TOKEN=***\nrank 0 says hello\n"
+    again = command(elsewhere / run.name, cwd=tmp_path)
+    assert again.stdout.splitlines()[0] == done.stdout.splitlines()[0]
+    assert (elsewhere / run.name / "diagnosis.txt").read_text() in done.stdout
+
+
+def test_a_verdict_of_a_life_before_is_not_that_of_the_present_one(run: Path) -> None:
+    hang(run, "missing-sleep-optimizer")
+    runfolder.write_text(run / runfolder.ATTEMPT, "1\n")
+    assert diagnose.diagnose(run).verdict is None
+    assert diagnose.diagnose(run, 1).verdict is not None
+    assert verdict.latest(run, 1) is None

@@ -1,0 +1,84 @@
+"""slurm/archive.py: what goes into the file for a colleague, and what never does."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from slurm import archive
+
+SECRETS = [
+    "hf_" + "aB3" * 12,
+    "ghp_" + "x9Y" * 12,
+    "github_pat_" + "A1b2" * 8,
+    "sk-" + "proj-abcDEF123456789xyz",
+    "AKIA" + "ABCDEFGH12345678",
+    "0123456789abcdef" * 2 + "01234567",
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNza\n-----END OPENSSH PRIVATE KEY-----",
+]
+NAMED = [
+    ("WANDB_API_KEY=localkey1234", "localkey1234"),
+    ('"hub_token": "plainword99"', "plainword99"),
+    ("password: correct-horse", "correct-horse"),
+    ("Authorization: Bearer abcdefgh.ijkl", "abcdefgh.ijkl"),
+    ("aws_secret_access_key = AbCdEfGh", "AbCdEfGh"),
+    ("https://user:pa55word@host/path", "pa55word"),
+]
+KEPT = [
+    "update 7/20  loss 0.1234  1,234 logical tokens/s",
+    "max_example_tokens: 4096",
+    "special_tokens: [a, b]",
+    "the plan with sha256 886c0caff5dacca3886c0caff5dacca3886c0caff5dacca3886c0caff5dacca3",
+    "/work/runs/Some-Long-Name-2031/code/prefix_train/checkpoint_of_a_run.py:132",
+    "token: null",
+]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_what_looks_like_a_key_is_masked(secret: str) -> None:
+    assert secret not in archive.redact(f"before {secret} after")
+    assert archive.redact(f"before {secret} after") == "before *** after"
+
+
+@pytest.mark.parametrize(("line", "secret"), NAMED)
+def test_what_is_named_as_a_secret_is_masked(line: str, secret: str) -> None:
+    assert secret not in archive.redact(line)
+    assert archive.MASK in archive.redact(line)
+
+
+@pytest.mark.parametrize("line", KEPT)
+def test_what_explains_a_failure_stays(line: str) -> None:
+    assert archive.redact(line) == line
+
+
+def test_only_what_is_listed_goes_in(tmp_path: Path) -> None:
+    run = tmp_path / "a run'é"
+    for name in (
+        "config.yaml", "plan.json", "heartbeat/rank0.json", "logs/rank0.log", "logs/rank0.json", "hangs/1/verdict.txt",
+        "hangs/1/evidence/0-node1.json", "preflight/0/report.txt", "code/slurm/x.py",
+        "checkpoints/update-1/model.safetensors", "submitit/1_submitted.pkl", "data.jsonl", "seen/rank0.json",
+        ".env", "submit.sh",
+    ):  # fmt: skip
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(f"{name} {SECRETS[0]}")
+    secret = tmp_path / "secret"
+    secret.write_text("elsewhere")
+    (run / "logs" / "rank1.log").symlink_to(secret)
+    (run / "logs" / "rank2.log").write_text("first\n" + "x" * 79 * (1 << 14) + "\nlast\n")
+    names = archive.write(run, tmp_path / "out.tar.gz", "the diagnosis\n")
+    assert (tmp_path / "out.tar.gz").stat().st_mode & 0o777 == 0o600
+    with tarfile.open(tmp_path / "out.tar.gz") as tar:
+        texts = {entry.name: tar.extractfile(entry).read().decode() for entry in tar}  # type: ignore[union-attr]
+    assert set(texts) == {f"{run.name}/{name}" for name in names}
+    assert set(names) == {
+        "diagnosis.txt", "config.yaml", "plan.json", "heartbeat/rank0.json", "logs/rank0.log", "logs/rank0.json",
+        "logs/rank2.log", "hangs/1/verdict.txt", "hangs/1/evidence/0-node1.json", "preflight/0/report.txt",
+    }  # fmt: skip
+    assert not any(SECRETS[0] in text or "elsewhere" in text for text in texts.values())
+    assert texts[f"{run.name}/logs/rank2.log"].startswith("... the first ")
+    assert texts[f"{run.name}/logs/rank2.log"].endswith("last\n")
+    assert "code/slurm/x.py" in archive.write(run, tmp_path / "out.tar.gz", "", with_code=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
