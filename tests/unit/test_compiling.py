@@ -31,7 +31,7 @@ class Candidate:
     def __init__(self, warps: int) -> None:
         self.warps = warps
 
-    def all_kwargs(self) -> dict[str, int]:
+    def all_kwargs(self) -> dict[str, Any]:
         return {"num_warps": self.warps}
 
 
@@ -61,12 +61,13 @@ def async_mode(pool: Any, ignore_errors: bool = False) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, held in {
+    modules: dict[str, dict[str, Any]] = {
         "triton": {"AsyncCompileMode": async_mode},
         "triton.runtime": {},
         "triton.runtime.autotuner": {"Autotuner": Autotuner},
         "triton.runtime.jit": {"JITFunction": JITFunction},
-    }.items():
+    }
+    for name, held in modules.items():
         module = ModuleType(name)
         vars(module).update(held)
         monkeypatch.setitem(sys.modules, name, module)
