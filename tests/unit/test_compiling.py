@@ -39,7 +39,8 @@ class Autotuner:
     """Searches among its candidates at each run."""
 
     def __init__(self, *candidates: Candidate) -> None:
-        self.fn, self.candidates, self.nargs = JITFunction(), list(candidates), {"x": 1}
+        self.fn, self.candidates = JITFunction(), list(candidates)
+        self.nargs: dict[str, Any] = {"x": 1}
         self.base_fn = run_it
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[Candidate]:
