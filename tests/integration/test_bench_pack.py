@@ -21,7 +21,7 @@ CASE = Case(TINY, 60, 3, 11, warm=1, alone=2, overrides=("memory.offload=auto",)
 
 @pytest.fixture
 def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_pack, "SMALL_SHAPE", (37, 3, 9))
+    monkeypatch.setattr(bench_pack, "SHAPES", dict.fromkeys(bench_pack.SHAPES, (37, 3, 9)))
     monkeypatch.setattr(bench_pack, "SMALL", {"hidden_size": 32, "vocab_size": 1024})
 
 
