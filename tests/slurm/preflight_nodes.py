@@ -23,7 +23,7 @@ from tests.slurm.lab import Lab
 
 NAMES = ("node1", "node2", "node3")
 ODD = "node2"
-DISK = Path("/var/tmp/preflight-nodes")
+DISK = Path(f"/var/tmp/preflight-{os.getpid()}")
 """What a node has of its own: every node of the lab has a /var/tmp of its own."""
 COLLECTIVE_S, START_S = 24, 15
 OPTIONS = {"deadline_s": 90, "collective_deadline_s": COLLECTIVE_S, "min_free_disk_gib": 0.01}
