@@ -97,6 +97,15 @@ elif what == "moves":
         time.sleep(0.1)
         deeper(depth + 1)
     deeper(0)
+elif what == "autotune":
+    updates()
+    sys.path.insert(0, str(run / "triton" / "runtime"))
+    import autotuner
+    autotuner.run(time.monotonic() + 12)
+elif what == "stalls":
+    for update in range(1, 8):
+        beat.phase("forward", update)
+        time.sleep(1.6)
 elif what == "raise":
     updates()
     heartbeat.ended(run, rank, world, error=ValueError("planted"))
@@ -233,6 +242,53 @@ def test_rank_that_moves_is_left_alone(ranks: Ranks) -> None:
     assert ranks.alive() == [0, 1]
     assert verdict.latest(ranks.run, 0) is None
     assert watcher.patience == 2
+
+
+AUTOTUNER = """
+import time
+def run(until):
+    while time.monotonic() < until:
+        pass
+"""
+
+
+def start_autotuning(ranks: Ranks) -> None:
+    """A rank that searches kernels in a warm update, where the others wait for it."""
+    path = ranks.run / "triton" / "runtime" / "autotuner.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(AUTOTUNER)
+    ranks.start("autotune")
+    ranks.wait_for_update(6)
+
+
+def test_r40_autotuning_is_left_alone(ranks: Ranks) -> None:
+    start_autotuning(ranks)
+    assert ranks.watcher().watch_all() == 0
+    said = [(folder / "verdict.txt").read_text() for folder in verdict.folders(ranks.run)]
+    assert said
+    assert all(one.startswith("not a hang: autotuning: rank 0 on ") for one in said)
+
+
+def test_r40_fails_without_fix(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where time alone decides, a good run is ended."""
+    always = verdict.Verdict(0, "unknown", True, (), "late")
+    monkeypatch.setattr(alarms, "conclude", lambda *_: always)
+    start_autotuning(ranks)
+    assert ranks.watcher().watch_all() == watch.HUNG
+
+
+def test_r32_updates_that_stall_and_go_on_are_left_alone(ranks: Ranks) -> None:
+    """Every update stalls, longer than the floor: that is what is usual in this run."""
+    ranks.start("stalls", "stalls")
+    assert ranks.watcher().watch_all() == 0
+    assert not (ranks.run / "hangs").exists()
+
+
+def test_r32_fails_without_fix(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same deadline for every run ends one that is slow, not dead."""
+    monkeypatch.setattr("slurm.deadlines.deadline", lambda beat, options, durations: options.floor_s)
+    ranks.start("stalls", "stalls")
+    assert ranks.watcher().watch_all() == watch.HUNG
 
 
 def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
