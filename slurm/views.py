@@ -116,8 +116,13 @@ class View:
 
     @property
     def busy(self) -> bool:
-        """Whether it, or a child of it, used the processor between the rounds."""
-        return self.cpu_share >= BUSY
+        """Whether it, or a child of it, used the processor between the rounds, or would have on a less busy node."""
+        return self.cpu_share >= BUSY or self.runnable
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it ran or waited for a processor in both rounds."""
+        return self.known is not None and all(seen.process and seen.process.state == "R" for seen in self.known.rounds)
 
     @property
     def cpu_share(self) -> float:
