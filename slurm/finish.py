@@ -225,10 +225,9 @@ def _unwritable(run: Path) -> str | None:
     """Why nobody can have left a word in the run folder; None: it can be written."""
     if not run.is_dir():
         return f"the run folder {run} is gone"
-    probe = run / f".written.{os.getpid()}.tmp"
     try:
-        probe.touch()
-        probe.unlink()
+        runfolder.write_text(run / ".written", " " * 4096)
+        (run / ".written").unlink()
     except OSError as error:
         return f"the run folder {run} cannot be written: {error.strerror}"
     return None
