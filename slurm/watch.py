@@ -240,7 +240,8 @@ class Watcher:
             return None
         found = alarms.conclude(self.run, folder, alarm, world, self._hosts(world // per_node))
         verdict.write(folder, found, self.run)
-        print(f"{found.sentence} See {folder}", file=sys.stderr, flush=True)
+        took = f"Noticed after {alarm.age:.0f} s, judged {time.time() - alarm.time:.0f} s later; see {folder}"
+        print(f"{found.sentence} {took}", file=sys.stderr, flush=True)
         return found
 
     def _obey(self, folder: Path, alarm: Alarm, found: Verdict, running: Mapping[int, Beat]) -> int | None:
