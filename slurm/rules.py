@@ -57,6 +57,8 @@ STALLED_BEFORE = 0.5
 """An update that took this share of the present age, and finished, is precedent for a slow update."""
 WAITS_LITTLE, WAITS_MUCH = 0.2, 0.3
 """A straggler waits for others less than this share of what they wait; they wait at least that share of the time."""
+ONCE = 0.4
+"""Where one wait makes up more than this share of all, the rank was late once, which makes no straggler."""
 ENOUGH = 10
 """Finished collectives below which nothing is said of who is late."""
 
@@ -137,7 +139,7 @@ def died(case: Case) -> Finding | None:
             return Finding("rank_died", (view.rank,), clause + _xid(case, [view]), view.where, advice=_look_at(view))
     gone = [view for view in case.views if view.gone and view.end is None]
     if gone:
-        clause = f"{wording.name(gone)} {'is' if len(gone) == 1 else 'are'} gone without a word"
+        clause = f"{wording.name(gone)} {wording.verb(gone, 'is', 'are')} gone without a word"
         ranks = tuple(view.rank for view in gone)
         return Finding("rank_died", ranks, clause + _xid(case, gone), advice=_look_at(gone[0]))
     return None
@@ -179,7 +181,7 @@ def tears_down(case: Case) -> Finding | None:
     leaving = [view for view in case.views if not view.gone and view.stack and frames.leaves(view.stack)]
     if not leaving or not case.waiting:
         return None
-    clause = f"{wording.name(leaving)} left training in {wording.standing(leaving[0])} and tears its connections down"
+    clause = f"{wording.name(leaving)} left training in {wording.standing(leaving[0])} and waits in the teardown"
     advice = f"its exception is printed last: see logs/rank{leaving[0].rank}.log"
     return Finding("rank_raised", tuple(view.rank for view in leaving), clause, leaving[0].where, sure="medium",
                    advice=advice)  # fmt: skip
@@ -213,9 +215,10 @@ def straggles(case: Case) -> Finding | None:
     shares = {view.rank: share for view in case.views if (share := _waiting_share(view)) is not None}
     if len(shares) < 2 or len(shares) < len(case.views):
         return None
-    slow = min(shares, key=lambda rank: shares[rank])
-    others = median(share for rank, share in shares.items() if rank != slow)
-    if others < WAITS_MUCH or shares[slow] > WAITS_LITTLE * others:
+    slow = min(shares, key=lambda rank: shares[rank][0])
+    others = median(share for rank, (share, _) in shares.items() if rank != slow)
+    once = median(longest for rank, (_, longest) in shares.items() if rank != slow)
+    if others < WAITS_MUCH or shares[slow][0] > WAITS_LITTLE * others or once > ONCE:
         return None
     view = case.view(slow)
     clause = f"{wording.name([view])} is slow: the others wait for it {others:.0%} of the time{_clock(view)}"
@@ -257,7 +260,8 @@ def stopped(case: Case) -> Finding | None:
     found = [view for view in case.views if view.stopped]
     if not found:
         return None
-    clause = f"{wording.name(found)} is stopped by a signal or a debugger{wording.inside(found[0])}"
+    are = wording.verb(found, "is", "are")
+    clause = f"{wording.name(found)} {are} stopped by a signal or a debugger{wording.inside(found[0])}"
     advice = f"kill -CONT {found[0].beat.pid if found[0].beat else 'PID'} on {found[0].host} lets it go on"
     return Finding("missing_rank", tuple(view.rank for view in found), clause, found[0].where, advice=advice)
 
@@ -274,7 +278,8 @@ def stalls_in_save(case: Case) -> Finding | None:
     if not saving or len(together) < len(case.waiting):
         return None
     view = saving[0]
-    clause = f"{wording.name(saving)} does not get on with saving{wording.inside(view)}{_files(view)}"
+    do = wording.verb(saving, "does", "do")
+    clause = f"{wording.name(saving)} {do} not get on with saving{wording.inside(view)}{_files(view)}"
     advice = "see whether the file system of the run folder answers: df, and touch a file there"
     return Finding("save_stalled", tuple(one.rank for one in saving), clause, view.where, advice=advice)
 
@@ -286,7 +291,8 @@ def blocked_in_io(case: Case) -> Finding | None:
         return None
     view = found[0]
     wchan = view.process.wchan if view.process else ""
-    clause = f"{wording.name(found)} waits in the kernel ({wchan or 'state D'}){wording.inside(view)}{_files(view)}"
+    waits = wording.verb(found, "waits", "wait")
+    clause = f"{wording.name(found)} {waits} in the kernel ({wchan or 'state D'}){wording.inside(view)}{_files(view)}"
     advice = f"on {view.host}: see whether that file system answers, and dmesg"
     return Finding("io_blocked", tuple(one.rank for one in found), clause, view.where, advice=advice)
 
@@ -318,7 +324,9 @@ def starves(case: Case) -> Finding | None:
     view, thread = found[0]
     own = view.frame_of(thread)
     place = f" in {frames.bare(own)} ({wording.short(frames.place(own))})" if own else ""
-    clause = f"{wording.name([one for one, _ in found])} waits for data{place}{_files(view)}"
+    starved = [one for one, _ in found]
+    waits = wording.verb(starved, "waits", "wait")
+    clause = f"{wording.name(starved)} {waits} for data{place}{_files(view)}"
     where = frames.place(own) if own else view.where
     advice = "see whether data.train and its images can be read on that node"
     return Finding("data_starved", tuple(one.rank for one, _ in found), clause, where, advice=advice)
@@ -330,7 +338,7 @@ def is_missing(case: Case) -> Finding | None:
         return None
     found = _furthest_behind(case)
     view = found[0]
-    does = "runs" if view.busy else "is"
+    does = wording.verb(found, "runs", "run") if view.busy else wording.verb(found, "is", "are")
     clause = f"{wording.name(found)} {does}{wording.inside(view)} ({wording.standing(view)}{_behind(case, view)})"
     advice = f"on {view.host}: py-spy dump --native --pid {view.beat.pid if view.beat else 'PID'}"
     sure: Sure = "high" if len(found) == 1 else "medium"
@@ -384,9 +392,9 @@ RULES: tuple[Rule, ...] = (
     in_time,
     stopped,
     diverged,
+    holds_lock,
     stalls_in_save,
     blocked_in_io,
-    holds_lock,
     starves,
     is_missing,
     unfinished,
@@ -472,9 +480,9 @@ def _skipped(case: Case) -> Finding | None:
         skippers = [rank for rank, count in counts.items() if place not in count]
         if callers and skippers and len(callers) + len(skippers) == len(counts):
             views = [case.view(rank) for rank in skippers]
-            clause = f"{wording.name(views)} skip{'s' * (len(views) == 1)} {wording.short(place)}, which "
-            clause += f"rank{'s' * (len(callers) > 1)} {wording.numbers(callers)} call"
-            clause += "s" * (len(callers) == 1)
+            others = [case.view(rank) for rank in callers]
+            clause = f"{wording.name(views)} {wording.verb(views, 'skips', 'skip')} {wording.short(place)}, which "
+            clause += f"{wording.named(others)} {wording.verb(others, 'calls', 'call')}"
             advice = f"every rank has to call {wording.short(place)}, with or without work for it"
             return Finding("slow_alive", tuple(skippers), clause, place, advice=advice)
     return None
@@ -493,13 +501,14 @@ def _stalled_before(case: Case) -> bool:
     return age > 0 and bool(shown) and max(map(max, shown)) >= STALLED_BEFORE * age and age <= case.alarm.limit
 
 
-def _waiting_share(view: View) -> float | None:
-    """Part of the time that its ring covers in which the rank was in collectives."""
-    done = [one for one in view.ring if one.ended is not None]
-    if len(done) < ENOUGH:
+def _waiting_share(view: View) -> tuple[float, float] | None:
+    """Part of the time of its ring in which the rank was in collectives, and the longest one's part of that."""
+    waits = [one.ended - one.started for one in view.ring if one.ended is not None]
+    if len(waits) < ENOUGH:
         return None
-    span = max(one.ended or 0.0 for one in done) - min(one.started for one in done)
-    return sum((one.ended or 0.0) - one.started for one in done) / max(span, 1e-9)
+    ends = [one.ended for one in view.ring if one.ended is not None]
+    span = max(ends) - min(one.started for one in view.ring if one.ended is not None)
+    return sum(waits) / max(span, 1e-9), max(waits) / max(sum(waits), 1e-9)
 
 
 def _clock(view: View) -> str:

@@ -32,8 +32,17 @@ def numbers(ranks: Sequence[int]) -> str:
 
 def name(views: Sequence[View]) -> str:
     """`rank 5 on node3`, `ranks 3 and 7 on node1, node2`."""
-    hosts = ", ".join(dict.fromkeys(view.host for view in views))
-    return f"{'rank' if len(views) == 1 else 'ranks'} {numbers([view.rank for view in views])} on {hosts}"
+    return f"{named(views)} on {', '.join(dict.fromkeys(view.host for view in views))}"
+
+
+def named(views: Sequence[View]) -> str:
+    """`rank 5`, `ranks 3 and 7`."""
+    return f"{verb(views, 'rank', 'ranks')} {numbers([view.rank for view in views])}"
+
+
+def verb(views: Sequence[View], one: str, several: str) -> str:
+    """The word that fits so many ranks."""
+    return one if len(views) == 1 else several
 
 
 def standing(view: View) -> str:

@@ -101,14 +101,14 @@ def blocked_in_kernel(run: Path) -> None:
 
 
 def in_batches(action: Callable[[], None], update: int = UPDATE) -> Callable[[Path], None]:
-    """`action` where a rank makes its batches, in the background."""
+    """`action` where a rank makes its batches, in the background: two for an update."""
 
     def plant(_: Path) -> None:
         original, made = feed.collate, []
 
         def collate(*args: Any) -> Any:
             made.append(True)
-            if len(made) == update:
+            if len(made) == 2 * update:
                 action()
             return original(*args)
 
@@ -474,14 +474,14 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "data drips": in_batches(drip(25)),
     "save sleeps": in_save(sleep),
     "save to a dead file": lambda run: in_save(lambda: wait_for_fifo(run))(run),
-    "slow": slow(0.35),
+    "slow": slow(0.02),
     "slow forward": slow(0.5, "forward"),
-    "long first update": slow_once(8, "forward", 1),
+    "long first update": slow_once(12, "forward", 1),
     "long update": slow_once(4, "backward"),
-    "long save": in_save(lambda: time.sleep(3)),
-    "long evaluation": in_evaluation(lambda: time.sleep(5)),
-    "search": in_phase("forward", search_kernels(12), 1),
-    "search late": in_phase("backward", search_kernels(12)),
+    "long save": in_save(lambda: time.sleep(8)),
+    "long evaluation": in_evaluation(lambda: time.sleep(10)),
+    "search": in_phase("forward", search_kernels(25), 1),
+    "search late": in_phase("backward", search_kernels(25)),
     "compile": in_phase("forward", compile_really(40), 1),
     "compile late": in_phase("forward", compile_really(40)),
 }

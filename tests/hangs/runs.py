@@ -20,6 +20,7 @@ from configs.schema import (
     EvaluateConfig,
     ModelConfig,
     PackConfig,
+    SlurmConfig,
     TrainConfig,
     VerifyConfig,
     WatchConfig,
@@ -53,6 +54,7 @@ def options(
         evaluate=EvaluateConfig(every=evaluate_every, generate=False),
         verify=VerifyConfig(examples=1),
         watch=watch,
+        slurm=SlurmConfig(tasks_per_node=world),
     )
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import pytest
 from configs import compose, runfolder
 from configs.schema import SlurmConfig
 from prefix_train.heartbeat import Beat, End
-from slurm import diagnose, evidence, life, verdict
+from slurm import diagnose, evidence, life, verdict, watch
 from slurm.policy import Life
+from slurm.watch import Watcher
 from tests.hangs import pieces, runs
 from tests.hangs.cases import CORPUS, read
 from tests.standins import ROOT
@@ -108,6 +110,50 @@ def test_a_rank_aborted_by_sizes_is_explained_by_the_rings_that_the_watchers_kep
     found = diagnose.diagnose(run)
     assert found.verdict is not None
     assert (found.verdict.kind, found.verdict.ranks) == ("size_mismatch", (1,))
+
+
+def live_and_die(tmp_path: Path, fault: str, culprit: int, world: int) -> tuple[Path, int]:
+    """A real run with a planted fault beside the real watcher; its folder, and the watcher's exit status."""
+    options = replace(runs.WATCH, poll_s=0.2, sample_gap_s=1.0)
+    (tmp_path / "data").mkdir()
+    config = runs.options(tmp_path / "data", world, options, 0, 0)
+    with runs.running(tmp_path / "run", config, {culprit: fault}, world) as ranks:
+        watcher = Watcher(tmp_path / "run", options, range(world), attempt=0)
+        deadline = time.monotonic() + 90
+        while (status := watcher.poll()) is None:
+            assert time.monotonic() < deadline, ranks.logs()
+            ranks.ends()  # their parent writes how they ended
+            time.sleep(options.poll_s)
+    return tmp_path / "run", status
+
+
+@pytest.mark.slow
+def test_a_real_abort_is_a_size_mismatch_and_its_rank_the_one_that_was_different(tmp_path: Path) -> None:
+    run, status = live_and_die(tmp_path, "other size", 2, 3)
+    found = diagnose.diagnose(run)
+    assert status == watch.RANK_ENDED
+    assert found.verdict is not None
+    assert (found.verdict.kind, found.verdict.ranks) == ("size_mismatch", (2,)), found.text()
+
+
+@pytest.mark.slow
+def test_a_real_abort_fails_without_the_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ranks' words alone the one that gloo aborted is named, which need not be the one at fault."""
+    monkeypatch.setattr(Watcher, "_see_end", lambda watcher, gap_s: None)
+    run, _ = live_and_die(tmp_path, "other size", 2, 3)
+    found = diagnose.diagnose(run)
+    assert found.verdict is not None
+    assert found.verdict.kind != "size_mismatch"
+
+
+@pytest.mark.slow
+def test_r33_of_a_real_run_others_wait_for_the_rank_that_raised(tmp_path: Path) -> None:
+    run, status = live_and_die(tmp_path, "raise and wait", 1, 3)
+    found = diagnose.diagnose(run)
+    assert status == watch.HUNG
+    assert found.verdict is not None
+    assert (found.verdict.kind, found.verdict.ranks) == ("rank_raised", (1,)), found.text()
+    assert "2 ranks wait in all_gather (step.py:" in found.verdict.sentence
 
 
 def test_nothing_to_explain(run: Path, tmp_path: Path) -> None:

@@ -198,8 +198,9 @@ def test_r32_fails_without_fix() -> None:
 def tuner(busy: bool) -> pieces.Rank:
     search = Frame("run", "/x/site-packages/triton/runtime/autotuner.py", 217, False)
     tuning = (Frame("cuLaunchKernel", "libcuda.so", 0, True), search, *ASLEEP[1:])
-    first = pieces.Seen(pieces.beat(1, 4, "node1"), pieces.stack(tuning, "R"), pieces.process("R"), ())
-    second = replace(first, process=pieces.process("R", cpu_s=14.0 if busy else 10.0))
+    state = "R" if busy else "S"
+    first = pieces.Seen(pieces.beat(1, 4, "node1"), pieces.stack(tuning, state), pieces.process(state), ())
+    second = replace(first, process=pieces.process(state, cpu_s=14.0 if busy else 10.0))
     return rank(1, stack=first.stack, process=first.process, collectives=ring(19, waits=False), second=second)
 
 
@@ -222,6 +223,32 @@ def test_a_search_that_uses_no_processor_is_no_excuse() -> None:
     found = judge(node("node1", [*waiting(0, 2, 3), tuner(busy=False)]), why=alarm(age=4000, limit=3600))
     assert found.ends
     assert found.ranks == (1,)
+
+
+def late_in(numbers: set[int]) -> list[pieces.Rank]:
+    """Ranks whose last collectives took half a second where rank 2 came late, and no time else."""
+    ranks = []
+    for number in range(4):
+        clock, calls = pieces.CLOCK - 20, []
+        for place in range(24):
+            took = 0.5 if place in numbers and number != 2 else 0.001
+            clock += 0.55 if place in numbers else 0.01
+            calls.append(call(place, started=clock - took, ended=clock))
+        at = pieces.beat(number, 4, "node1")
+        seen = pieces.Seen(replace(at, pack=1), pieces.stack(), pieces.process(), ())
+        ranks.append(rank(number, beat=at, collectives=calls, second=seen))
+    return ranks
+
+
+def test_a_straggler_is_late_again_and_again() -> None:
+    found = judge(node("node1", late_in({3, 8, 13, 18})))
+    assert (found.kind, found.ranks, found.ends) == ("straggler", (2,), False)
+    assert judge(node("node1", late_in({3, 8, 13, 18})), why=alarm(age=200)).ends
+
+
+def test_a_rank_that_was_late_once_is_no_straggler() -> None:
+    found = judge(node("node1", late_in({8})))
+    assert (found.kind, found.ranks, found.ends) == ("slow_alive", (), False)
 
 
 def test_r46_a_slow_checkpoint_within_its_deadline_is_nobody_s_fault() -> None:
