@@ -130,13 +130,19 @@ def raised(case: Case) -> Finding | None:
 
 
 def died(case: Case) -> Finding | None:
-    """A rank's process is gone, by a signal or without a word; of several the first."""
+    """A rank's process is gone, by a signal or without a word; of several the first.
+
+    An abort names nobody where the rank's collectives are not known: sizes that differ abort innocents too.
+    """
     for view in case.ended:
         end = view.end
         assert end is not None
         if end.signal not in (None, "SIGTERM", "SIGUSR2") or (end.signal is None and _bad_status(view)):
-            clause = f"{wording.name([view])} {wording.ended(view)}"
-            return Finding("rank_died", (view.rank,), clause + _xid(case, [view]), view.where, advice=_look_at(view))
+            clause = f"{wording.name([view])} {wording.ended(view)}{_xid(case, [view])}"
+            if end.signal == "SIGABRT" and not view.ring and len(case.views) > 1:
+                clause += "; whether its collectives fitted the others' is not known"
+                return Finding("rank_died", (), clause, view.where, sure="low", advice=_look_at(view))
+            return Finding("rank_died", (view.rank,), clause, view.where, advice=_look_at(view))
     gone = [view for view in case.views if view.gone and view.end is None]
     if gone:
         clause = f"{wording.name(gone)} {wording.verb(gone, 'is', 'are')} gone without a word"
@@ -228,7 +234,7 @@ def straggles(case: Case) -> Finding | None:
 
 def goes_on(case: Case) -> Finding | None:
     """Between the two rounds the run itself advanced."""
-    if not case.advanced and not _stalled_before(case):
+    if not case.advanced:
         return None
     moved = next((view for view in case.views if view.advanced), case.views[0])
     clause = f"not a hang: {wording.name([moved])} goes on ({wording.standing(moved)})"

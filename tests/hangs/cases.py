@@ -65,7 +65,8 @@ class Plan:
     """How a case is made. faults: by rank. look: when evidence is taken.
 
     `alarm`: when a rank is past its deadline, or has ended badly. `phase NAME`: when some rank has been
-    in that phase for a second, past its deadline or not. `run`: after ten updates.
+    in that phase for a second, past its deadline or not. `run`: after ten updates; `slow`: after five, as if
+    the last one were late.
     """
 
     name: str
@@ -109,6 +110,7 @@ PLANS: tuple[Plan, ...] = (
     _hang("missing-spins", "missing_rank", {1: "spin"}, 3, "computes without end"),
     _hang("missing-stopped", "missing_rank", {1: "stopped"}, 2, "SIGSTOP"),
     _hang("missing-stopped-first", "missing_rank", {0: "stopped"}, 4, "SIGSTOP of rank 0", nodes=2),
+    _hang("missing-stopped-all", "missing_rank", {0: "stopped", 1: "stopped"}, 2, "SIGSTOP of every rank"),
     _hang("missing-pack", "missing_rank", {1: "one pack less"}, 3, "leaves the loop over packs one pack early"),
     _hang("missing-pack-of-two", "missing_rank", {0: "one pack less"}, 2, "the same with two ranks: no majority"),
     _hang("missing-pack-of-eight", "missing_rank", {6: "one pack less"}, 8, "the same with eight ranks", nodes=2),
@@ -173,7 +175,7 @@ PLANS: tuple[Plan, ...] = (
     _healthy("ok-runs-of-four", {}, 4, "trains on four ranks", "run", nodes=2),
     _healthy("ok-runs-of-eight", {}, 8, "trains on eight ranks", "run", nodes=2),
     _healthy("ok-uneven", {1: "slow"}, 3, "one rank takes a little longer in every pack", "run"),
-    _hang("straggler", "straggler", {2: "slow forward"}, 4, "one rank takes a second more per update", look="slow",
+    _hang("straggler", "straggler", {2: "slow forward"}, 4, "one rank takes three seconds more per update", look="slow",
           stays=True),
     _hang("straggler-first", "straggler", {0: "slow forward"}, 3, "the same on rank 0 of three", look="slow",
           stays=True),

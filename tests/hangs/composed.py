@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slurm.evidence import Alarm, Collective, Gpu, Node, Rank, Seen
+from slurm.evidence import Alarm, Collective, Gpu, Node, Process, Rank, Seen
 from slurm.stacks import Frame
 from tests.hangs import pieces
 from tests.hangs.cases import Label
@@ -274,6 +274,21 @@ def tunes_on_a_gpu() -> Composed:
     )
 
 
+def compiles_in_children() -> Composed:
+    """A rank waits for nvcc without moving; nvcc computes."""
+    waits = (Frame("wait4", "libc.so.6", 0, True), Frame("_try_wait", "/usr/lib/python3.11/subprocess.py", 2011, False),
+             *ASLEEP[1:])  # fmt: skip
+    first = Seen(pieces.beat(1, 2, "node1"), pieces.stack(waits), pieces.process(), (compiler(3.0),))
+    second = replace(first, children=(compiler(7.5),))
+    late = rank(1, 2, stack=first.stack, children=first.children, collectives=ring(39, waits=False), second=second)
+    nodes = [on_gpus("node1", [waiting(0, 2), late], [SPINNING, IDLE])]
+    return label("waits for a compiler, past its deadline", "compiling", [], 2, healthy=True), nodes, alarm()
+
+
+def compiler(cpu_s: float) -> Process:
+    return replace(pieces.process("R", cpu_s=cpu_s), pid=2001, name="cicc")
+
+
 CASES: dict[str, Callable[[], Composed]] = {
     "gpu-spinning": spinning,
     "gpu-fell-off": fell_off_the_bus,
@@ -299,4 +314,5 @@ CASES: dict[str, Callable[[], Composed]] = {
     "ok-requeued": asked_to_end,
     "ok-stopped": saved_and_stopped,
     "ok-search-gpu": tunes_on_a_gpu,
+    "ok-compile-children": compiles_in_children,
 }

@@ -346,18 +346,12 @@ def slow(seconds: float, phase: str = "backward") -> Callable[[Path], None]:
 
         def entering(beat: Heartbeat, name: str, number: int | None = None, pack: int = -1) -> None:
             original(beat, name, number, pack)
-            if name == phase:
-                drag(seconds)
+            if name == phase and pack >= 0:
+                time.sleep(seconds)
 
         Heartbeat.phase = entering  # type: ignore[method-assign, assignment]
 
     return plant
-
-
-def drag(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        torch.ones(64, 64).matmul(torch.ones(64, 64))
 
 
 def slow_once(seconds: float, phase: str, update: int = UPDATE) -> Callable[[Path], None]:
@@ -475,7 +469,7 @@ FAULTS: dict[str, Callable[[Path], None]] = {
     "save sleeps": in_save(sleep),
     "save to a dead file": lambda run: in_save(lambda: wait_for_fifo(run))(run),
     "slow": slow(0.02),
-    "slow forward": slow(0.5, "forward"),
+    "slow forward": slow(1.5, "forward"),
     "long first update": slow_once(12, "forward", 1),
     "long update": slow_once(4, "backward"),
     "long save": in_save(lambda: time.sleep(8)),

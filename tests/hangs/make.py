@@ -28,7 +28,7 @@ from tests.hangs import composed, runs
 from tests.hangs.cases import CORPUS, PLANS, Label, Plan
 from tests.standins import ROOT
 
-RING, NATIVE, DURATIONS = 48, 8, 8
+RING, NATIVE, DURATIONS = 40, 8, 8
 """What is kept: calls of a ring, native frames innermost of a thread, durations of a heartbeat."""
 GAP_S = 1.5
 
@@ -135,7 +135,11 @@ def trim(node: Node) -> Node:
 def _trim_rank(rank: Rank) -> Rank:
     first, second = map(_trim_seen, rank.rounds)
     end = rank.end and replace(rank.end, frames=rank.end.frames[-4:])
-    return replace(rank, rounds=(first, second), collectives=rank.collectives[-RING:], end=end)
+    calls = tuple(
+        replace(one, started=round(one.started, 4), ended=one.ended and round(one.ended, 4))
+        for one in rank.collectives[-RING:]
+    )
+    return replace(rank, rounds=(first, second), collectives=calls, end=end)
 
 
 def _trim_seen(seen: Seen) -> Seen:
