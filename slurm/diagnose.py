@@ -84,6 +84,17 @@ def judge_folder(run: Path, folder: Path) -> Verdict | None:
     return verdict.judge(nodes, alarm, _world(run), _hosts(run, alarm.attempt, nodes))
 
 
+def of_life(run: Path, attempt: int) -> Verdict | None:
+    """What is said of a life whose ranks have ended, of which one ended badly; none: nobody has left a word.
+
+    A later life overwrites the ranks' own words; what the watchers saw of the end stays.
+    """
+    seen = evidence.read(evidence.of_end(run, attempt))
+    ends = {end.rank: end for end in heartbeat.read_ends(run) if end.attempt == attempt}
+    ends |= {rank.rank: rank.end for node in seen for rank in node.ranks if rank.end is not None}
+    return _of_ends(run, attempt, list(ends.values())) if ends else None
+
+
 def _of_hang(run: Path, folder: Path) -> Verdict | None:
     try:
         return judge_folder(run, folder) or verdict.load(folder)

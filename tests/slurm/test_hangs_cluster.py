@@ -1,0 +1,105 @@
+"""Faults planted into the real trainer on a real cluster, from the fault to what follows of it, with the times between.
+
+The fault is planted from outside, by a sitecustomize.py on the path of the job's first life. The times that are printed
+(`pytest -s`) run from the culprit's last heartbeat, or its end, to the alarm and to the verdict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from configs import runfolder
+from slurm import diagnose, evidence, verdict
+from tests.slurm import jobs
+from tests.slurm.jobs import Job
+from tests.slurm.lab import Lab
+from tests.standins import ROOT
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("watch.floor_s=8", "watch.first_update_s=120", "watch.sample_gap_s=1", "preflight.enabled=false",
+           "train.updates=12", "verify.examples=0", "evaluate.every=0")  # fmt: skip
+PLANT = """
+import os, sys
+
+if "slurm.rank" in sys.orig_argv and os.environ.get("PREFIX_TRAIN_ATTEMPT") == "0":
+    if os.environ.get("RANK") == os.environ["HANGS_RANK"]:
+        from pathlib import Path
+
+        import hangs_faults
+
+        hangs_faults.strike(os.environ["HANGS_FAULT"], Path(sys.orig_argv[-1]))
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of rank 1, which runs on the job's second node; how the first life ends, and what follows."""
+
+    name: str
+    kind: str
+    cause: str
+    again: bool
+
+
+FAULTS = [
+    Fault("sleep in backward", "missing_rank", "hang", True),
+    Fault("one pack less", "missing_rank", "hang", True),
+    Fault("lock in a thread", "gil_held", "hang", True),
+    Fault("kernel in forward", "io_blocked", "hang", True),
+    Fault("killed", "rank_died", "died", True),
+    Fault("raise in backward", "rank_raised", "raised", False),
+]
+
+
+@pytest.fixture
+def plants(tmp_path: Path) -> Path:
+    (tmp_path / "hangs_faults.py").write_text((ROOT / "tests" / "hangs" / "faults.py").read_text())
+    (tmp_path / "sitecustomize.py").write_text(PLANT)
+    return tmp_path
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
+def test_from_a_planted_fault_to_what_follows(lab: Lab, plants: Path, tmp_path: Path, fault: Fault) -> None:
+    setup = f'slurm.setup=["export PYTHONPATH={plants} HANGS_RANK=1 HANGS_FAULT=\\"{fault.name}\\""]'
+    job = jobs.start_real(lab, tmp_path, *OPTIONS, setup, "pack.packs_per_update=4")
+    job.end("COMPLETED" if fault.again else "FAILED", 280)
+    first, *later = job.lives
+    found = said(job, fault)
+    assert (found.kind, found.ranks) == (fault.kind, (1,)), found.text()
+    assert (first.cause, first.update) == (fault.cause, 6), job.log
+    if fault.again:
+        assert first.excluded == (first.nodes[1],)
+        assert [life.cause for life in later] == ["complete"]
+        assert first.nodes[1] not in later[0].nodes
+    else:
+        assert not later
+        assert "begins again" not in job.log
+
+
+def said(job: Job, fault: Fault) -> verdict.Verdict:
+    """What is said of the first life; prints how long it took."""
+    folder = job.run / runfolder.HANGS / "1"
+    if folder.exists():
+        nodes, alarm = evidence.read(folder), evidence.read_alarm(folder)
+        assert alarm is not None
+        beats = [
+            seen.beat for node in nodes for rank in node.ranks if rank.rank == 1 for seen in rank.rounds if seen.beat
+        ]
+        judged = (folder / verdict.JSON).stat().st_mtime
+        began = beats[0].time
+        print(f"\n{fault.name}: noticed after {alarm.time - began:.1f} s, verdict {judged - alarm.time:.1f} s later")
+        found = diagnose.judge_folder(job.run, folder)
+    else:
+        end = evidence.of_end(job.run, 0)
+        nodes = evidence.read(end)
+        began = next(rank.end.time for node in nodes for rank in node.ranks if rank.rank == 1 and rank.end)
+        noticed = min(node.time for node in nodes)
+        print(f"\n{fault.name}: looked at {noticed - began:.1f} s after the rank's end")
+        found = diagnose.of_life(job.run, 0)
+    assert found is not None
+    print(f"  {found.sentence}")
+    return found
