@@ -131,9 +131,9 @@ def interface(**changes: object) -> Plant:
     return lambda node: node.interfaces["eth0"].update(changes)
 
 
-def answer(**changes: object) -> Plant:
-    """Change the node's answer itself."""
-    return has(spoil=lambda text: json.dumps(json.loads(text) | changes))
+def clock_of_answer(seconds: float) -> Plant:
+    """The node's answer bears a time so far ahead of now; below 0: behind."""
+    return has(spoil=lambda text: json.dumps(json.loads(text) | {"wall": time.time() + seconds}))
 
 
 def without(path: Callable[[Node], Path]) -> Plant:
@@ -180,7 +180,7 @@ CASES = [
     fault("few open files", has(limits={"nofile": 256}), "host.limits"),
     fault("little memory", has(memory_gib=0.1), "host.memory"),
     fault("clock behind the file server", has(clock_s=-600), "host.clock"),
-    fault("answer from the future", answer(wall=time.time() + 86400), "host.clock"),
+    fault("answer from the future", clock_of_answer(86400), "host.clock"),
     fault("data missing", without(lambda node: node.train), "host.files"),
     fault("other data", text(lambda node: node.train, "{"), "host.files"),
     fault("model file missing", without(lambda node: node.model / "tokenizer.json"), "host.files"),
@@ -225,7 +225,7 @@ CASES = [
     control("another host name", runs("import socket; socket.gethostname = lambda: 'node2.cluster'")),
     control("an unused interface down", lambda node: node.interfaces["ib0"].update(up=False)),
     control("TMPDIR of its own, empty", lambda node: [scratch(node), None][1]),
-    control("answers a minute later", answer(wall=time.time() - 60)),
+    control("answers a minute later", clock_of_answer(-60)),
 ]  # fmt: skip
 
 COLLECTIVES = [
