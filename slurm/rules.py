@@ -508,13 +508,17 @@ def _stalled_before(case: Case) -> bool:
 
 
 def _waiting_share(view: View) -> tuple[float, float] | None:
-    """Part of the time of its ring in which the rank was in collectives, and the longest one's part of that."""
-    waits = [one.ended - one.started for one in view.ring if one.ended is not None]
-    if len(waits) < ENOUGH:
+    """Part of the time of its ring in which the rank was in collectives, and the longest one's part of that.
+
+    Only up to the first look: looking stops a process for a moment, and the others then wait for it.
+    """
+    looked = view.node.clock if view.node else 0.0
+    spans = [(one.started, one.ended) for one in view.ring if one.ended is not None and one.ended <= looked]
+    if len(spans) < ENOUGH:
         return None
-    ends = [one.ended for one in view.ring if one.ended is not None]
-    span = max(ends) - min(one.started for one in view.ring if one.ended is not None)
-    return sum(waits) / max(span, 1e-9), max(waits) / max(sum(waits), 1e-9)
+    waits = [ended - started for started, ended in spans]
+    whole = max(ended for _, ended in spans) - min(started for started, _ in spans)
+    return sum(waits) / max(whole, 1e-9), max(waits) / max(sum(waits), 1e-9)
 
 
 def _clock(view: View) -> str:

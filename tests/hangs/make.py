@@ -57,7 +57,8 @@ def make(plan: Plan, into: Path = CORPUS) -> Path:
             str(ROOT): "/runs/demo/code",
             runs.host(): "node1",
         }
-        return freeze(into / plan.name, label, split(node, hosts), alarm, names)
+        calls = 2 * RING if plan.look == "slow" else RING
+        return freeze(into / plan.name, label, split(node, hosts), alarm, names, calls)
     finally:
         shutil.rmtree(work)
 
@@ -116,28 +117,30 @@ def split(node: Node, hosts: Sequence[str]) -> list[Node]:
     ]
 
 
-def freeze(folder: Path, label: Label, nodes: Sequence[Node], alarm: Alarm, names: dict[str, str]) -> Path:
-    """Write a case; `names`: text of this machine, and what stands in its place."""
+def freeze(
+    folder: Path, label: Label, nodes: Sequence[Node], alarm: Alarm, names: dict[str, str], calls: int = RING
+) -> Path:
+    """Write a case; `names`: text of this machine, and what stands in its place. calls: kept of each ring."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / evidence.FOLDER).mkdir(parents=True)
     (folder / "label.json").write_text(json.dumps(asdict(label), indent=1) + "\n")
     _write(folder / evidence.ALARM, alarm, names)
     for node in nodes:
-        _write(folder / evidence.FOLDER / f"{node.index}-{node.host}.json", trim(node), names)
+        _write(folder / evidence.FOLDER / f"{node.index}-{node.host}.json", trim(node, calls), names)
     return folder
 
 
-def trim(node: Node) -> Node:
+def trim(node: Node, calls: int = RING) -> Node:
     """Without what no rule reads."""
-    return replace(node, ranks=tuple(_trim_rank(rank) for rank in node.ranks), scheduler="")
+    return replace(node, ranks=tuple(_trim_rank(rank, calls) for rank in node.ranks), scheduler="")
 
 
-def _trim_rank(rank: Rank) -> Rank:
+def _trim_rank(rank: Rank, kept: int) -> Rank:
     first, second = map(_trim_seen, rank.rounds)
     end = rank.end and replace(rank.end, frames=rank.end.frames[-4:])
     calls = tuple(
         replace(one, started=round(one.started, 4), ended=one.ended and round(one.ended, 4))
-        for one in rank.collectives[-RING:]
+        for one in rank.collectives[-kept:]
     )
     return replace(rank, rounds=(first, second), collectives=calls, end=end)
 
