@@ -274,6 +274,15 @@ def tunes_on_a_gpu() -> Composed:
     )
 
 
+def slow_connection() -> Composed:
+    """All ranks are in collectives whenever they are looked at; between the looks some were finished."""
+    calls = (*ring(38, waits=False), call(39, started=CLOCK - 9, ended=CLOCK + 2.5), call(40, state="called"))
+    calls = (*calls[:-1], replace(calls[-1], started=CLOCK + 2.6))
+    ranks = [rank(number, 2, frames=ON_DEVICE, collectives=calls) for number in range(2)]
+    story = "every collective takes ten seconds, past the deadline, and the run goes on"
+    return label(story, "slow_alive", [], 2, healthy=True), [on_gpus("node1", ranks, [SPINNING] * 2)], alarm()
+
+
 def compiles_in_children() -> Composed:
     """A rank waits for nvcc without moving; nvcc computes."""
     waits = (Frame("wait4", "libc.so.6", 0, True), Frame("_try_wait", "/usr/lib/python3.11/subprocess.py", 2011, False),
@@ -314,5 +323,6 @@ CASES: dict[str, Callable[[], Composed]] = {
     "ok-requeued": asked_to_end,
     "ok-stopped": saved_and_stopped,
     "ok-search-gpu": tunes_on_a_gpu,
+    "ok-slow-connection": slow_connection,
     "ok-compile-children": compiles_in_children,
 }
