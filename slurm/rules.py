@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from slurm import causes, divergence, frames, memory, wording
+from slurm import divergence, frames, memory, signs, wording
 from slurm.evidence import Collective
-from slurm.stacks import Thread, python_frames
 from slurm.views import Case, View
 
 Kind = Literal[
@@ -37,30 +36,13 @@ Kind = Literal[
     "unknown",
 ]
 
-EXCUSED = 4.0
-"""A rank that moves without getting anywhere is left alone up to this many times its deadline."""
 MISMATCH = re.compile(r"mismatch|preamble|op\.nbytes|differ", re.IGNORECASE)
 """What gloo, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL, say of collectives that do not fit."""
-RANK = re.compile(r"\brank (\d+)\b")
-OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_]kill|oom_reaper", re.IGNORECASE)
-KILLED_PID = re.compile(r"(?:[Kk]illed process|pid=|task=\S+,pid=)\s*(\d+)")
-XID = re.compile(r"\bXid\b.*?: *(\d+)", re.IGNORECASE)
 LINK = re.compile(r"\bXid\b.*: 74,|link (is )?down|mlx5|ib\d: |nvlink|NIC|network unreachable", re.IGNORECASE)
-DATA_FILES = re.compile(r"/prefix_train/(feed|data|images|collate|render|tokens)\.py$|/PIL/")
-SAVE_FILES = re.compile(r"/prefix_train/(checkpoint|export|tensors)\.py$")
-BLOCKED_IN = re.compile(r"nfs|fuse|rpc_wait|lustre|ceph|gpfs|folio_wait|wait_on_page|io_schedule|jbd2|request_wait")
-"""Kernel functions in which a process waits for a file system."""
-ALWAYS_OPEN = re.compile(r"/logs/rank\d+\.|/rings/")
-"""A rank's own log and ring."""
-ENDED_WELL = (0, 3)
-STALLED_BEFORE = 0.5
-"""An update that took this share of the present age, and finished, is precedent for a slow update."""
 WAITS_LITTLE, WAITS_MUCH = 0.2, 0.3
 """A straggler waits for others less than this share of what they wait; they wait at least that share of the time."""
 ONCE = 0.4
 """Where one wait makes up more than this share of all, the rank was late once, which makes no straggler."""
-ENOUGH = 10
-"""Finished collectives below which nothing is said of who is late."""
 
 Sure = Literal["high", "medium", "low"]
 
@@ -91,7 +73,7 @@ def broken_collective(case: Case) -> Finding | None:
     if first is None or first.end is None or case.divergence is None:
         return None
     odd_end = first.end.signal == "SIGABRT" or bool(MISMATCH.search(first.end.message or ""))
-    return _diverged(case) if odd_end or _lost(first) else None
+    return _diverged(case) if odd_end or signs.lost(first) else None
 
 
 def oom_killed(case: Case) -> Finding | None:
@@ -103,7 +85,7 @@ def oom_killed(case: Case) -> Finding | None:
             continue
         told = (end.message or "") if end is not None else ""
         said = told if told.startswith(memory.SAID) else None
-        line = said or next((line for _, line in case.kernel_log if _names(line, view)), None)
+        line = said or next((line for _, line in case.kernel_log if signs.names(line, view)), None)
         if line:
             clause = f"{wording.name([view])} was killed because memory ran out ({line.strip()})"
             advice = "give the job more memory (slurm.mem), or lower pack.max_positions"
@@ -113,15 +95,15 @@ def oom_killed(case: Case) -> Finding | None:
 
 def raised(case: Case) -> Finding | None:
     """A rank's own traceback is the cause; what others say of lost connections, or of that rank, is not."""
-    told = [view for view in case.ended if view.end and view.end.exception and not _lost(view)]
+    told = [view for view in case.ended if view.end and view.end.exception and not signs.lost(view)]
     if not told:
         return None
-    own = [view for view in told if _named_by(view) in (None, view.rank)]
+    own = [view for view in told if signs.named_by(view) in (None, view.rank)]
     first = (own or told)[0]
     assert first.end is not None
-    same = [view for view in told if view.end and (view.end.exception, view.end.message) == _what(first)]
+    same = [view for view in told if view.end and (view.end.exception, view.end.message) == signs.what(first)]
     advice = f"read the traceback in logs/rank{first.rank}.log"
-    named = _named_by(first)
+    named = signs.named_by(first)
     if len(same) > 1 and len(same) == len(case.views):
         clause = f"all {len(same)} ranks agreed to stop: each {wording.ended(first)}"
         return Finding("rank_raised", () if named is None else (named,), clause, first.where, advice=advice)
@@ -137,8 +119,8 @@ def died(case: Case) -> Finding | None:
     for view in case.ended:
         end = view.end
         assert end is not None
-        if end.signal not in (None, "SIGTERM", "SIGUSR2") or (end.signal is None and _bad_status(view)):
-            clause = f"{wording.name([view])} {wording.ended(view)}{_xid(case, [view])}"
+        if end.signal not in (None, "SIGTERM", "SIGUSR2") or (end.signal is None and signs.bad_status(view)):
+            clause = f"{wording.name([view])} {wording.ended(view)}{signs.xid(case, [view])}"
             if end.signal == "SIGABRT" and not view.ring and len(case.views) > 1:
                 clause += "; whether its collectives fitted the others' is not known"
                 return Finding("rank_died", (), clause, view.where, sure="low", advice=_look_at(view))
@@ -147,13 +129,13 @@ def died(case: Case) -> Finding | None:
     if gone:
         clause = f"{wording.name(gone)} {wording.verb(gone, 'is', 'are')} gone without a word"
         ranks = tuple(view.rank for view in gone)
-        return Finding("rank_died", ranks, clause + _xid(case, gone), advice=_look_at(gone[0]))
+        return Finding("rank_died", ranks, clause + signs.xid(case, gone), advice=_look_at(gone[0]))
     return None
 
 
 def fell_silent(case: Case) -> Finding | None:
     """Others lost their connections, and ranks that gave nothing are the only ones that can be at the other end."""
-    lost = [view for view in case.ended if _lost(view)]
+    lost = [view for view in case.ended if signs.lost(view)]
     silent = [view for view in case.silent if view.known is None or not view.beats]
     if not lost or not silent or case.elsewhere:
         return None
@@ -163,10 +145,10 @@ def fell_silent(case: Case) -> Finding | None:
 
 def lost_connections(case: Case) -> Finding | None:
     """Every rank is there or has reported, and all they report is lost connections."""
-    lost = [view for view in case.ended if _lost(view)]
+    lost = [view for view in case.ended if signs.lost(view)]
     if not lost or case.silent:
         return None
-    clause = f"{wording.name(lost)} lost connections, and no rank had failed before: {_message(lost[0])}"
+    clause = f"{wording.name(lost)} lost connections, and no rank had failed before: {signs.message(lost[0])}"
     nodes = tuple(dict.fromkeys(node.host for node, line in case.kernel_log if LINK.search(line)))
     advice = "python -m preflight pairs measures the connections between the nodes"
     return Finding("network", (), clause, lost[0].where, sure="medium", nodes=nodes, advice=advice)
@@ -174,8 +156,8 @@ def lost_connections(case: Case) -> Finding | None:
 
 def left(case: Case) -> Finding | None:
     """A rank ended well while others still wait for it."""
-    gone = [view for view in case.ended if view.end and view.end.status in ENDED_WELL]
-    if not gone or not (case.waiting or any(map(_lost, case.ended))):
+    gone = [view for view in case.ended if view.end and view.end.status in signs.ENDED_WELL]
+    if not gone or not (case.waiting or any(map(signs.lost, case.ended))):
         return None
     first = gone[0]
     clause = f"{wording.name(gone)} ended with status {first.end.status if first.end else 0} and left the others behind"
@@ -205,7 +187,7 @@ def compiles(case: Case) -> Finding | None:
 
 def skips_module(case: Case) -> Finding | None:
     """Updates stall and go on, and some ranks do not call what others call: slow, not dead."""
-    if not (case.advanced or _stalled_before(case)):
+    if not (case.advanced or signs.stalled_before(case)):
         return None
     found = _skipped(case)
     if found is None:
@@ -218,7 +200,7 @@ def straggles(case: Case) -> Finding | None:
     """The run goes on, and one rank is the one that the others wait for, collective after collective."""
     if not case.advanced:
         return None
-    shares = {view.rank: share for view in case.views if (share := _waiting_share(view)) is not None}
+    shares = {view.rank: share for view in case.views if (share := signs.waiting_share(view)) is not None}
     if len(shares) < 2 or len(shares) < len(case.views):
         return None
     slow = min(shares, key=lambda rank: shares[rank][0])
@@ -227,9 +209,9 @@ def straggles(case: Case) -> Finding | None:
     if others < WAITS_MUCH or shares[slow][0] > WAITS_LITTLE * others or once > ONCE:
         return None
     view = case.view(slow)
-    clause = f"{wording.name([view])} is slow: the others wait for it {others:.0%} of the time{_clock(view)}"
+    clause = f"{wording.name([view])} is slow: the others wait for it {others:.0%} of the time{signs.clock(view)}"
     advice = f"compare node {view.host} with the others: python -m preflight show RUN"
-    return Finding("straggler", (slow,), clause, view.where, ends=_unexcused(case), sure="medium", advice=advice)
+    return Finding("straggler", (slow,), clause, view.where, ends=signs.unexcused(case), sure="medium", advice=advice)
 
 
 def goes_on(case: Case) -> Finding | None:
@@ -244,10 +226,10 @@ def goes_on(case: Case) -> Finding | None:
 def moves(case: Case) -> Finding | None:
     """The rank that the others wait for is somewhere else, but it moves, reads or writes."""
     moving = [view for view in case.elsewhere if view.wandered or view.moves_bytes]
-    if not moving or _unexcused(case):
+    if not moving or signs.unexcused(case):
         return None
     view = moving[0]
-    thread = _in_files(view, DATA_FILES)
+    thread = signs.in_files(view, signs.DATA_FILES)
     clause = f"not a hang yet: {wording.name([view])} moves{wording.inside(view)} ({wording.standing(view)})"
     return Finding("data_starved" if thread else "slow_alive", (), clause, view.where, ends=False, sure="medium")
 
@@ -279,26 +261,28 @@ def diverged(case: Case) -> Finding | None:
 
 def stalls_in_save(case: Case) -> Finding | None:
     """A rank does not get a checkpoint written, and the others wait in the same checkpoint."""
-    saving = [view for view in case.elsewhere if _in_save(view)]
+    saving = [view for view in case.elsewhere if signs.in_save(view)]
     together = [view for view in case.waiting if view.beat and view.beat.phase == "save"]
     if not saving or len(together) < len(case.waiting):
         return None
     view = saving[0]
     do = wording.verb(saving, "does", "do")
-    clause = f"{wording.name(saving)} {do} not get on with saving{wording.inside(view)}{_files(view)}"
+    clause = f"{wording.name(saving)} {do} not get on with saving{wording.inside(view)}{signs.files(view)}"
     advice = "see whether the file system of the run folder answers: df, and touch a file there"
     return Finding("save_stalled", tuple(one.rank for one in saving), clause, view.where, advice=advice)
 
 
 def blocked_in_io(case: Case) -> Finding | None:
     """A rank waits in the kernel for a file system."""
-    found = [view for view in case.elsewhere if _blocked(view)]
+    found = [view for view in case.elsewhere if signs.blocked(view)]
     if not found:
         return None
     view = found[0]
     wchan = view.process.wchan if view.process else ""
     waits = wording.verb(found, "waits", "wait")
-    clause = f"{wording.name(found)} {waits} in the kernel ({wchan or 'state D'}){wording.inside(view)}{_files(view)}"
+    clause = (
+        f"{wording.name(found)} {waits} in the kernel ({wchan or 'state D'}){wording.inside(view)}{signs.files(view)}"
+    )
     advice = f"on {view.host}: see whether that file system answers, and dmesg"
     return Finding("io_blocked", tuple(one.rank for one in found), clause, view.where, advice=advice)
 
@@ -324,7 +308,9 @@ def holds_lock(case: Case) -> Finding | None:
 
 def starves(case: Case) -> Finding | None:
     """A rank waits for its data."""
-    found = [(view, thread) for view in case.elsewhere if (thread := _in_files(view, DATA_FILES)) is not None]
+    found = [
+        (view, thread) for view in case.elsewhere if (thread := signs.in_files(view, signs.DATA_FILES)) is not None
+    ]
     if not found:
         return None
     view, thread = found[0]
@@ -332,7 +318,7 @@ def starves(case: Case) -> Finding | None:
     place = f" in {frames.bare(own)} ({wording.short(frames.place(own))})" if own else ""
     starved = [one for one, _ in found]
     waits = wording.verb(starved, "waits", "wait")
-    clause = f"{wording.name(starved)} {waits} for data{place}{_files(view)}"
+    clause = f"{wording.name(starved)} {waits} for data{place}{signs.files(view)}"
     where = frames.place(own) if own else view.where
     advice = "see whether data.train and its images can be read on that node"
     return Finding("data_starved", tuple(one.rank for one, _ in found), clause, where, advice=advice)
@@ -342,14 +328,14 @@ def is_missing(case: Case) -> Finding | None:
     """A rank is somewhere else than in the collective that the others wait in."""
     if not case.elsewhere or not case.waiting:
         return None
-    found = _furthest_behind(case)
+    found = signs.furthest_behind(case)
     view = found[0]
     does = wording.verb(found, "runs", "run") if view.busy else wording.verb(found, "is", "are")
-    clause = f"{wording.name(found)} {does}{wording.inside(view)} ({wording.standing(view)}{_behind(case, view)})"
+    clause = f"{wording.name(found)} {does}{wording.inside(view)} ({wording.standing(view)}{signs.behind(case, view)})"
     advice = f"on {view.host}: py-spy dump --native --pid {view.beat.pid if view.beat else 'PID'}"
     sure: Sure = "high" if len(found) == 1 else "medium"
     ranks = tuple(one.rank for one in found)
-    return Finding("missing_rank", ranks, clause + _xid(case, found), view.where, sure=sure, advice=advice)
+    return Finding("missing_rank", ranks, clause + signs.xid(case, found), view.where, sure=sure, advice=advice)
 
 
 def unfinished(case: Case) -> Finding | None:
@@ -376,7 +362,7 @@ def cannot_tell(case: Case) -> Finding | None:
         clause = f"cannot tell: {wording.name(case.silent)} gave nothing"
         return Finding("unknown", (), clause, sure="low", advice=f"look at node {case.silent[0].host} by hand")
     where = f"{len(case.waiting)} of {len(case.views)} ranks wait" if case.waiting else "no rank waits for another"
-    xid = next((f"; {node.host} says: {line.strip()}" for node, line in case.kernel_log if XID.search(line)), "")
+    xid = next((f"; {node.host} says: {line.strip()}" for node, line in case.kernel_log if signs.XID.search(line)), "")
     return Finding("unknown", (), f"cannot tell: {where}, and nothing says why{xid}", sure="low", advice=advice)
 
 
@@ -476,10 +462,10 @@ def _builds(case: Case, kind: Kind, files: re.Pattern[str]) -> Finding | None:
 
 def _skipped(case: Case) -> Finding | None:
     """Ranks whose ring has no call from a place that the other ranks call from again and again."""
-    rings = {view.rank: view.ring for view in case.views if len(view.ring) >= ENOUGH}
+    rings = {view.rank: view.ring for view in case.views if len(view.ring) >= signs.ENOUGH}
     if len(rings) < 2:
         return None
-    counts = {rank: _by_place(ring) for rank, ring in rings.items()}
+    counts = {rank: signs.by_place(ring) for rank, ring in rings.items()}
     places = sorted({place for count in counts.values() for place in count})
     for place in places:
         callers = [rank for rank, count in counts.items() if count.get(place, 0) >= 2]
@@ -492,134 +478,6 @@ def _skipped(case: Case) -> Finding | None:
             advice = f"every rank has to call {wording.short(place)}, with or without work for it"
             return Finding("slow_alive", tuple(skippers), clause, place, advice=advice)
     return None
-
-
-def _by_place(ring: divergence.Ring) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for one in ring:
-        counts[one.where] = counts.get(one.where, 0) + 1
-    return counts
-
-
-def _stalled_before(case: Case) -> bool:
-    """Whether finished updates have taken as long as this one has by now."""
-    age, shown = case.alarm.age, [view.beat.durations for view in case.views if view.beat and view.beat.durations]
-    return age > 0 and bool(shown) and max(map(max, shown)) >= STALLED_BEFORE * age and age <= case.alarm.limit
-
-
-def _waiting_share(view: View) -> tuple[float, float] | None:
-    """Part of the time of its ring in which the rank was in collectives, and the longest one's part of that.
-
-    Only up to the first look: looking stops a process for a moment, and the others then wait for it.
-    """
-    looked = view.node.clock if view.node else 0.0
-    spans = [(one.started, one.ended) for one in view.ring if one.ended is not None and one.ended <= looked]
-    if len(spans) < ENOUGH:
-        return None
-    waits = [ended - started for started, ended in spans]
-    whole = max(ended for _, ended in spans) - min(started for started, _ in spans)
-    return sum(waits) / max(whole, 1e-9), max(waits) / max(sum(waits), 1e-9)
-
-
-def _clock(view: View) -> str:
-    """That its GPU runs slower than it did, where the readings say so."""
-    now, before = view.gpu, view.gpu_computing
-    if now is None or before is None or not now.sm_clock_mhz or not before.sm_clock_mhz:
-        return ""
-    if now.sm_clock_mhz > 0.8 * before.sm_clock_mhz:
-        return ""
-    return f"; its GPU runs at {now.sm_clock_mhz:.0f} MHz against {before.sm_clock_mhz:.0f} MHz before"
-
-
-def _unexcused(case: Case) -> bool:
-    return case.alarm.limit > 0 and case.alarm.age > EXCUSED * case.alarm.limit
-
-
-def _furthest_behind(case: Case) -> list[View]:
-    """Of the ranks that are elsewhere those with the fewest collectives behind them."""
-    groups = {one.group for view in case.waiting for one in [view.pending] if one is not None}
-    rings = {view.rank: view.ring for view in case.elsewhere if view.ring}
-    for group in sorted(groups):
-        last = divergence.last_numbers(rings, group)
-        if len(last) == len(case.elsewhere) and last:
-            return [view for view in case.elsewhere if last[view.rank] == min(last.values())]
-    return case.elsewhere
-
-
-def _behind(case: Case, view: View) -> str:
-    """How many collectives it is behind those that wait."""
-    waiting = [one for one in (other.pending for other in case.waiting) if one is not None]
-    if not waiting or not view.ring:
-        return ""
-    mine = divergence.last_numbers({view.rank: view.ring}, waiting[0].group).get(view.rank)
-    if mine is None:
-        return ""
-    behind = max(one.number for one in waiting if one.group == waiting[0].group) - mine
-    return f", {behind} collective{'s' * (behind > 1)} behind" if behind > 0 else ""
-
-
-def _in_save(view: View) -> bool:
-    return bool(view.beat and view.beat.phase == "save") or _in_files(view, SAVE_FILES) is not None
-
-
-def _in_files(view: View, files: re.Pattern[str]) -> Thread | None:
-    """The thread to look at where the main thread is, in every round, below a frame in one of `files`.
-
-    A thread beside it that works there, in the main thread's place, comes before the main thread.
-    """
-    if not view.stacks or not all(_below(stack.main, files) for stack in view.stacks):
-        return None
-    stack = view.stacks[-1]
-    return next((one for one in stack.threads if not one.main and _below(one, files)), stack.main)
-
-
-def _below(thread: Thread | None, files: re.Pattern[str]) -> bool:
-    return thread is not None and any(files.search(frame.file) for frame in python_frames(thread))
-
-
-def _blocked(view: View) -> bool:
-    if view.known is None:
-        return False
-    seen = [one.process for one in view.known.rounds if one.process is not None]
-    return bool(seen) and all(one.state == "D" or BLOCKED_IN.search(one.wchan) for one in seen)
-
-
-def _files(view: View) -> str:
-    files = [file for file in view.process.blocked_files if not ALWAYS_OPEN.search(file)] if view.process else []
-    return f"; open: {', '.join(files[:2])}" if files else ""
-
-
-def _names(line: str, view: View) -> bool:
-    pids = {view.beat.pid if view.beat else None, view.end.pid if view.end else None}
-    return bool(OUT_OF_MEMORY.search(line)) and any(int(pid) in pids for pid in KILLED_PID.findall(line))
-
-
-def _xid(case: Case, views: Sequence[View]) -> str:
-    hosts = {view.host for view in views}
-    found = [line for node, line in case.kernel_log if node.host in hosts and XID.search(line)]
-    return f"; its node's kernel says: {found[0].strip()}" if found else ""
-
-
-def _what(view: View) -> tuple[str | None, str | None]:
-    return (view.end.exception, view.end.message) if view.end else (None, None)
-
-
-def _named_by(view: View) -> int | None:
-    """The only rank that a rank's exception speaks of; none where it speaks of none, or of several."""
-    ranks = {int(number) for number in RANK.findall((view.end.message or "") if view.end else "")}
-    return ranks.pop() if len(ranks) == 1 else None
-
-
-def _message(view: View) -> str:
-    return wording.brief(view.end.message or "") if view.end else ""
-
-
-def _lost(view: View) -> bool:
-    return view.end is not None and causes.lost_connections(view.end)
-
-
-def _bad_status(view: View) -> bool:
-    return view.end is not None and view.end.exception is None and view.end.status not in ENDED_WELL
 
 
 def _look_at(view: View) -> str:
