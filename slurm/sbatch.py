@@ -193,9 +193,10 @@ def _act(act: Act, config: Config, run: Path) -> str:
     line = _line(act.argv, run)
     if act.where != "once":
         # A node that does not even start its task would keep srun for ever; the judge sees who is missing.
-        patience = math.ceil(act.seconds + config.preflight.start_s)
+        limit = f"timeout --kill-after=10 {math.ceil(act.seconds + config.preflight.start_s)}"
         step = _node_step(config) if act.where == "node" else _rank_step(config)
-        line = f"timeout --kill-after=10 {patience} {step} {line}"
+        alone = f'{limit} {_step(config, 1, 1, 1)} --nodelist="$node" {line}'
+        line = f"{limit} {step} {line}" + (f"; {_silent_alone(alone)}" if act.where == "node" else "")
     if act.name == acts.GATE:
         finish = _line(acts.command("slurm.finish", str(run), f"{act.name}:1"), run)
         nodes = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"'
@@ -203,18 +204,29 @@ def _act(act: Act, config: Config, run: Path) -> str:
     return f"{line} || stop {act.name} $?" if act.decides else line
 
 
+def _silent_alone(line: str) -> str:
+    """`line` once more for each `$node` without an answer, all at a time, unless srun was ended for its time.
+
+    Where a step cannot start on one node, srun ends it on all: those that are fit would count as silent too.
+    """
+    nodes = '$(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    answer = f'"$PREFIX_TRAIN_RUN/{runfolder.PREFLIGHT}/${life.VARIABLE}/$node.json"'
+    return f"[ $? -ge 124 ] || (for node in {nodes}; do [ -e {answer} ] || {line} & done; wait)"
+
+
 def _node_step(config: Config, *options: str) -> str:
     """srun with one task on every node."""
-    nodes = config.slurm.nodes
-    counts = ("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
-    return shlex.join((*counts, *options, *_step_options(config)))
+    return _step(config, config.slurm.nodes, config.slurm.nodes, 1, *options)
 
 
 def _rank_step(config: Config) -> str:
     """srun with one task for every rank, dealt to the nodes and with the devices of the training step."""
-    slurm = config.slurm
-    counts = (f"--nodes={slurm.nodes}", f"--ntasks={config.ranks}", f"--ntasks-per-node={slurm.tasks_per_node}")
-    return shlex.join(("srun", *counts, *_step_options(config)))
+    return _step(config, config.slurm.nodes, config.ranks, config.slurm.tasks_per_node)
+
+
+def _step(config: Config, nodes: int, tasks: int, per_node: int, *options: str) -> str:
+    counts = ("srun", f"--nodes={nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}")
+    return shlex.join((*counts, *options, *_step_options(config)))
 
 
 def _step_options(config: Config) -> list[str]:

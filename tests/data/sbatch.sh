@@ -38,7 +38,7 @@ export PYTHONPATH="$PREFIX_TRAIN_RUN/code${PYTHONPATH:+:$PYTHONPATH}"
 PREFIX_TRAIN_ATTEMPT=$("$PREFIX_TRAIN_PYTHON" -m slurm.life "$PREFIX_TRAIN_RUN") || exit $?
 export PREFIX_TRAIN_ATTEMPT
 "$PREFIX_TRAIN_PYTHON" -m prefix_train.cli plan "$PREFIX_TRAIN_RUN" || stop plan $?
-timeout --kill-after=10 480 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN"
+timeout --kill-after=10 480 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN"; [ $? -ge 124 ] || (for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do [ -e "$PREFIX_TRAIN_RUN/preflight/$PREFIX_TRAIN_ATTEMPT/$node.json" ] || timeout --kill-after=10 480 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' --nodelist="$node" "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN" & done; wait)
 "$PREFIX_TRAIN_PYTHON" -m preflight judge "$PREFIX_TRAIN_RUN" --quiet --nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" || { "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" gate:1; exit 78; }
 timeout --kill-after=10 180 srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight collectives "$PREFIX_TRAIN_RUN"
 "$PREFIX_TRAIN_PYTHON" -m preflight judge "$PREFIX_TRAIN_RUN" --ranks 16 --nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" || { "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" gate:1; exit 78; }

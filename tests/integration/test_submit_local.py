@@ -359,7 +359,9 @@ def test_submitting_a_run_goes_on_with_it(clone: Path) -> None:
         assert done.returncode == (2 if extra else 0), done.stderr
         assert words in done.stderr
         assert bool(extra) or re.search(r"^resume  saved after update \d+$", done.stdout, re.MULTILINE)
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("do: slow", "do: train"))
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace("do: slow", "do: train").replace("0:00:20", "0:10:00")
+    )
     done = subprocess.run(again, env=env, cwd=clone, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"accuracy": 0.93, "rank": 0}
