@@ -43,11 +43,12 @@ class Fault:
     kind: str
     cause: str
     again: bool
+    nodes: int = 2
 
 
 FAULTS = [
     Fault("sleep in backward", "missing_rank", "hang", True),
-    Fault("one pack less", "missing_rank", "hang", True),
+    Fault("one pack less", "missing_rank", "hang", True, nodes=3),  # of two ranks nobody can say which is wrong
     Fault("lock in a thread", "gil_held", "hang", True),
     Fault("kernel in forward", "io_blocked", "hang", True),
     Fault("killed", "rank_died", "died", True),
@@ -65,12 +66,12 @@ def plants(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_from_a_planted_fault_to_what_follows(lab: Lab, plants: Path, tmp_path: Path, fault: Fault) -> None:
     setup = f'slurm.setup=["export PYTHONPATH={plants} HANGS_RANK=1 HANGS_FAULT=\\"{fault.name}\\""]'
-    job = jobs.start_real(lab, tmp_path, *OPTIONS, setup, "pack.packs_per_update=4")
+    job = jobs.start_real(lab, tmp_path, *OPTIONS, setup, f"pack.packs_per_update={2 * fault.nodes}", nodes=fault.nodes)
     job.end("COMPLETED" if fault.again else "FAILED", 280)
     first, *later = job.lives
     found = said(job, fault)
     assert (found.kind, found.ranks) == (fault.kind, (1,)), found.text()
-    assert (first.cause, first.update) == (fault.cause, 6), job.log
+    assert (first.cause, first.update >= 6) == (fault.cause, True), job.log
     if fault.again:
         assert first.excluded == (first.nodes[1],)
         assert [life.cause for life in later] == ["complete"]
