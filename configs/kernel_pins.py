@@ -75,10 +75,9 @@ def problems(pins: Path, gpu: str, versions: Mapping[str, str | None]) -> dict[s
     unlisted = {path.stem for path in pins.glob("*.json")} - named["kernels"].keys() - {Path(LIST).stem}
     found |= dict.fromkeys(sorted(unlisted), "has a file, but the list does not name it")
     made_for = {"gpu": gpu, **versions}
-    for what, here in made_for.items():
-        if named.get(what) != here:
-            found[LIST] = f"made for {what} {named.get(what)}, here is {here}"
-    return found
+    other = [f"made for {what} {named.get(what)}, here is {here}" for what, here in made_for.items()
+             if named.get(what) != here]  # fmt: skip
+    return {LIST: "; ".join(other), **found} if other else found
 
 
 def document(kernel: str, config: Mapping[str, Any], made: Mapping[str, Any], searches: list[Any]) -> dict[str, Any]:

@@ -40,6 +40,11 @@ ADVICE = {
     "pins": "the file system serves old files there: remount it, or submit again",
 }
 
+MORE_MEMORY = "raise slurm.mem (without it the partition's DefMemPerCPU holds), or end what else runs on this node"
+LEAST_MEMORY = 0.5
+"""Memory that the job can have on a node over the nodes' median, below which the node was given another limit, lost
+memory modules, or is in use."""
+
 MOST_POWER = 1.5
 """Power at rest over the cluster's median, besides 50 W, from which on something runs on a GPU unseen."""
 
@@ -56,7 +61,7 @@ def outliers(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
         facts = dict(rows)
         for node, found in differences.items():
             problems.append((node, _finding(check, found, facts[node])))
-    return problems + _hungry(nodes) + _unanswered(nodes)
+    return problems + _cramped(nodes) + _hungry(nodes) + _unanswered(nodes)
 
 
 def _comparable(node: NodeReport) -> NodeReport:
@@ -126,6 +131,19 @@ def _finding(check: str, differences: list[str], facts: dict[str, Any]) -> Findi
     where = facts.get("path") or facts.get("executable") or ""
     found = f"{subject}: {shown}{more}" + (f" ({where})" if where else "")
     return Finding(check, "fail", found, ADVICE[area])
+
+
+def _cramped(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
+    """Nodes on which the job can have far less memory than on the others."""
+    told = [(node.node, finding) for node in nodes for finding in node.findings
+            if finding.check == "host.memory" and "gib" in finding.facts]  # fmt: skip
+    median = statistics.median(finding.facts["gib"] for _, finding in told) if told else 0.0
+    return [
+        (node, Finding("host.memory", "fail", f"{finding.found}, the median of {len(told)} nodes is {median:.1f} GiB",
+                       MORE_MEMORY))
+        for node, finding in told
+        if finding.state == "pass" and finding.facts["gib"] < LEAST_MEMORY * median
+    ]  # fmt: skip
 
 
 def _hungry(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:

@@ -26,6 +26,9 @@ ALIKE = ("name", "driver_version", "memory.total", "ecc.mode.current", "persiste
 THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown",
              0x80: "hardware power brake"}  # fmt: skip
 """Bits of clocks_throttle_reasons.active that no healthy GPU shows at rest (NVML, nvmlClocksThrottleReasons)."""
+UNREADABLE = re.compile(r"\[?(unknown error|gpu requires reset|gpu is lost|err!)\]?", re.IGNORECASE)
+"""What nvidia-smi prints for a field of a GPU in trouble, and ends with status 0; [N/A] and [Not Supported] are fields
+that this GPU does not have."""
 MOST_USED_MIB = 2048
 """Memory that a driver may hold by itself."""
 MOST_BUSY = 10
@@ -93,7 +96,10 @@ def judge_gpus(gpus: list[list[str]], apps: list[list[str]], wanted: int | None)
     if wanted is not None and len(gpus) < wanted:
         findings.append(_finding("fail", f"{len(gpus)} GPUs are here, {wanted} are wanted (slurm.gpus_per_node)",
                                  "a GPU that fell off the bus comes back with a reboot", facts))  # fmt: skip
-    findings += _unlike(described)
+    lost = _unreadable(described)
+    if lost:
+        findings.append(_finding("fail", "; ".join(lost.values()), "reset the GPU, or reboot this node", facts))
+    findings += _unlike([gpu for number, gpu in enumerate(described) if number not in lost])
     for gpu in described:
         findings += _fitness(gpu, [row for row in apps if row[0] == gpu["uuid"]])
     if not any(finding.check == "device.gpus" for finding in findings):
@@ -131,6 +137,20 @@ def _fitness(gpu: dict[str, str], apps: list[list[str]]) -> list[Finding]:
         findings.append(Finding("device.mode", "fail", f"{name} lets no program compute (compute mode Prohibited)",
                                 f"{SMI} -i {gpu['index']} -c DEFAULT"))  # fmt: skip
     return findings
+
+
+def _unreadable(gpus: list[dict[str, str]]) -> dict[int, str]:
+    """GPUs, by their numbers, that nvidia-smi lists and cannot read: what it says of which fields."""
+    found = {}
+    for number, gpu in enumerate(gpus):
+        fields: dict[str, list[str]] = {}
+        for name, value in gpu.items():
+            if UNREADABLE.fullmatch(value):
+                fields.setdefault(value, []).append(name)
+        said = [f"{value} for {', '.join(names)}" for value, names in fields.items()]
+        if said:
+            found[number] = f"{SMI} says of GPU {number} {'; '.join(said)}"
+    return found
 
 
 def _unlike(gpus: list[dict[str, str]]) -> list[Finding]:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from preflight import environment, mounts
+from preflight import cgroup, environment, mounts
+from preflight.compare import MORE_MEMORY
 from preflight.files import check_files
 from preflight.network import check_name, check_network
 from preflight.programs import Answer, one_by_one
@@ -30,6 +31,9 @@ LEAST_INODES = 1000
 LEAST_SHM = {True: 1 * GIB, False: 32 * MIB}
 """Least free /dev/shm with GPUs and without: NCCL's ranks of one node talk through it; a container's default, 64 MiB,
 ends them with a bus error."""
+LEAST_RANK_GIB = 4.0
+"""Least memory of a rank with a GPU: Python, torch and CUDA by themselves take two to three GiB of it. What the model
+takes besides is preflight.min_free_memory_gib's."""
 LEAST_FILES = 1024
 """Least open files: a rank holds sockets to its peers, shards of the model, and loaded images."""
 LEAST_LOCKED = 1 * GIB
@@ -77,12 +81,19 @@ def check_cache(setting: Setting) -> Finding:
 
 
 def check_memory(setting: Setting) -> Finding:
-    """Memory that programs can have."""
-    free, least = psutil.virtual_memory().available / GIB, setting.config.preflight.min_free_memory_gib
-    facts, found = {"available_gib": round(free, 2)}, f"{free:.1f} GiB of memory available"
-    if free < least:
-        return Finding("host.memory", "fail", f"{found}, {least} are wanted (preflight.min_free_memory_gib)",
-                       "end what else runs on this node", facts)  # fmt: skip
+    """Memory that the job can have: what is available on the machine, and no more than its control group may."""
+    free, limit = psutil.virtual_memory().available, cgroup.memory_limit()
+    limited = limit is not None and limit < free
+    gib = (limit if limit is not None and limited else free) / GIB
+    found = f"{gib:.1f} GiB of memory " + ("is the limit of the job's cgroup" if limited else "available")
+    ranks = setting.config.slurm.tasks_per_node if setting.wants_gpus else 0
+    wanted = {
+        setting.config.preflight.min_free_memory_gib: "preflight.min_free_memory_gib",
+        ranks * LEAST_RANK_GIB: f"{LEAST_RANK_GIB:g} for each of {ranks} rank(s)",
+    }
+    least, facts = max(wanted), {"gib": round(gib, 2)}
+    if gib < least:
+        return Finding("host.memory", "fail", f"{found}, {least:g} are wanted ({wanted[least]})", MORE_MEMORY, facts)
     return Finding("host.memory", "pass", found, "", facts)
 
 

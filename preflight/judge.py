@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from preflight.compare import outliers
 from preflight.states import WORST_FIRST, Finding, NodeReport
@@ -13,6 +14,8 @@ MOST_SKEW_S = 2.0
 """A node's clock may be so far ahead of the judge's."""
 OLD_S = 600.0
 """An answer may be so much older than the others'."""
+CAUSES = ("python.version",)
+"""Checks that are told first of their node: what others found there may follow from it, as failed imports do."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ def judge(
     missing = [_silent(node) for node in expected if node not in answered]
     nodes = [*answered.values(), *missing]
     found = [(node.node, finding) for node in nodes for finding in node.findings if finding.state != "pass"]
-    found += [*outliers(nodes), *_loopback(nodes), *_clocks(nodes, received)]
+    found += [*outliers(nodes), *_cut_off(nodes), *_clocks(nodes, received)]
     found += [(node, finding) for node, finding in between if finding.state != "pass"]
-    found.sort(key=lambda pair: (WORST_FIRST.index(pair[1].state), pair[0], pair[1].check))
+    found.sort(key=lambda pair: (WORST_FIRST.index(pair[1].state), pair[0], pair[1].check not in CAUSES, pair[1].check))
     problems = tuple(Problem(node, finding, finding.check in allow) for node, finding in found)
     return Verdict(all(problem.allowed for problem in problems), problems, tuple(nodes), tuple(allow))
 
@@ -89,15 +92,22 @@ def _clocks(nodes: Sequence[NodeReport], received: float | None) -> list[tuple[s
     return problems
 
 
-def _loopback(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
-    """With several nodes a host name that means loopback cuts its node off."""
+def _cut_off(nodes: Sequence[NodeReport]) -> list[tuple[str, Finding]]:
+    """With several nodes a host name that means loopback, or no interface of its node, cuts the node off."""
     if len(nodes) < 2:
         return []
     advice = "map the host name to the node's own address in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
     return [
         (node.node, Finding("host.name", "fail", f"{node.node} resolves to {', '.join(finding.facts['addresses'])}, "
-                            "a loopback address, which other nodes cannot reach", advice))
+                            f"{why}", advice))
         for node in nodes
         for finding in node.findings
-        if finding.check == "host.name" and finding.facts.get("loopback")
+        if finding.check == "host.name" and (why := _unreachable(finding.facts))
     ]  # fmt: skip
+
+
+def _unreachable(facts: dict[str, Any]) -> str:
+    """Why other nodes cannot reach a node by the addresses of its name; empty where they can, or nothing is known."""
+    if facts.get("loopback"):
+        return "a loopback address, which other nodes cannot reach"
+    return "which no interface of this node has" if facts.get("interface", "unknown") is None else ""

@@ -20,14 +20,14 @@ LOOPBACK = "lo"
 
 
 def check_name(setting: Setting) -> Finding:
-    """The name that other nodes will use must resolve; whether loopback will do is for the judge, who counts nodes."""
+    """The name that other nodes will use must resolve; whether to an address that they reach is for the judge."""
     name = socket.gethostname()
     try:
         addresses = _addresses(name)
     except socket.gaierror as error:
         return Finding("host.name", "fail", f"{name} does not resolve: {error.strerror}", "add it to DNS or /etc/hosts")
     loopback = all(ipaddress.ip_address(address.split("%")[0]).is_loopback for address in addresses)
-    facts = {"addresses": addresses, "loopback": loopback}
+    facts = {"addresses": addresses, "loopback": loopback, "interface": _interface_of(addresses)}
     return Finding("host.name", "pass", f"{name} is {', '.join(addresses)}", "", facts)
 
 
@@ -77,6 +77,11 @@ def _own_interface() -> str | None:
         addresses = _addresses(socket.gethostname())
     except socket.gaierror:  # `check_name` says so
         return None
+    return _interface_of(addresses)
+
+
+def _interface_of(addresses: list[str]) -> str | None:
+    """The first interface that has one of the addresses."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address in addresses for entry in entries):
             return str(name)

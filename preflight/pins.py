@@ -58,9 +58,8 @@ def judge_pins(pins: Path, gpu: str, versions: dict[str, str | None], mode: str 
     facts = {"folder": str(pins), "pinned": pinned, "not_pinned": why_not}
     if why_not:
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in why_not.items())
-        return Finding(
-            "pins.files", "fail", f"{len(pinned)} kernels are pinned in {pins}, not so {reasons}", RETUNE, facts
-        )
+        found = f"{reasons} ({len(pinned)} kernels are pinned in {pins})"
+        return Finding("pins.files", "fail", found, RETUNE, facts)
     facts["digest"] = kernel_pins.digest(pins)
     return Finding(
         "pins.files", "pass", f"{len(pinned)} kernels pinned for {gpu}, Triton {versions['triton']}", "", facts

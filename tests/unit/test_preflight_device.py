@@ -50,6 +50,21 @@ def test_resting_reasons_and_absent_counters_are_healthy() -> None:
     assert [f.state for f in device.judge_gpus([row], [], 1)] == ["pass"]
 
 
+@pytest.mark.parametrize("said", ["[Unknown Error]", "[GPU requires reset]", "[GPU is lost]", "ERR!"])
+def test_a_gpu_that_cannot_be_read_is_one_finding_with_its_fields(said: str) -> None:
+    sick = gpu(index="1", uuid="GPU-2", power__limit=said, temperature__gpu=said, ecc__mode__current="[N/A]")
+    findings = device.judge_gpus([gpu(), sick, gpu(index="2", uuid="GPU-3")], [], 3)
+    assert [(finding.check, finding.state) for finding in findings] == [("device.gpus", "fail")]
+    assert findings[0].found == f"nvidia-smi says of GPU 1 {said} for temperature.gpu, power.limit"
+    assert len(findings[0].facts["gpus"]) == 3
+
+
+@pytest.mark.parametrize("said", ["[N/A]", "[Not Supported]", "[Insufficient Permissions]", "N/A"])
+def test_a_field_that_the_gpu_does_not_have_is_healthy(said: str) -> None:
+    row = gpu(power__draw=said, temperature__gpu=said, ecc__mode__current=said, clocks__sm=said)
+    assert [finding.state for finding in device.judge_gpus([row], [], 1)] == ["pass"]
+
+
 def test_a_missing_gpu() -> None:
     (finding,) = device.judge_gpus([gpu()], [], 2)
     assert finding.state == "fail"

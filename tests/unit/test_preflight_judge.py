@@ -142,8 +142,44 @@ def test_r35_a_host_name_that_means_loopback() -> None:
 
 
 def test_r35_fails_without_the_check_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("preflight.judge._loopback", lambda nodes: [])
+    monkeypatch.setattr("preflight.judge._cut_off", lambda nodes: [])
     assert judge(loopback_nodes(), []).passed
+
+
+def test_a_host_name_with_an_address_of_no_interface() -> None:
+    facts = {"addresses": ["10.0.0.99"], "loopback": False, "interface": None}
+    stale = NodeReport("node1", (Finding("host.name", "pass", "here", "", facts),))
+    assert judge([stale], ["node1"]).passed
+    (problem,) = judge([stale, node("node2")], []).problems
+    assert (problem.node, problem.finding.check) == ("node1", "host.name")
+    assert problem.finding.found == "node1 resolves to 10.0.0.99, which no interface of this node has"
+    held = NodeReport("node1", (Finding("host.name", "pass", "here", "", {**facts, "interface": "eth0"}),))
+    assert judge([held, node("node2")], []).passed
+
+
+def with_memory(*gib: float) -> list[NodeReport]:
+    said = [Finding("host.memory", "pass", f"{size:.1f} GiB of memory available", "", {"gib": size}) for size in gib]
+    return [node(f"node{i}", finding) for i, finding in enumerate(said)]
+
+
+def test_a_node_with_far_less_memory_than_the_others() -> None:
+    (problem,) = judge(with_memory(1000.0, 480.0, 1007.0), []).problems
+    assert (problem.node, problem.finding.check) == ("node1", "host.memory")
+    assert "480.0 GiB" in problem.finding.found
+    assert "the median of 3 nodes is 1000.0 GiB" in problem.finding.found
+    assert "DefMemPerCPU" in problem.finding.advice
+    for healthy in [(1000.0, 510.0, 1007.0), (2000.0, 1000.0), (8.0,), (1000.0, 1000.0, 4000.0)]:
+        assert judge(with_memory(*healthy), []).passed
+
+
+def test_another_python_is_told_before_the_imports_that_fail_for_it() -> None:
+    pythons = [Finding("python.version", "pass", "", "", {"version": v}) for v in ("3.11.9", "3.11.9", "3.10.14")]
+    failed = Finding("import.peft", "fail", "import peft: SyntaxError", "repair it")
+    nodes = [node(f"node{i}", python) for i, python in enumerate(pythons)]
+    nodes[2] = node("node2", pythons[2], failed)
+    verdict = judge(nodes, [])
+    assert [problem.finding.check for problem in verdict.problems] == ["python.version", "import.peft"]
+    assert "3.10.14" in report.headline(verdict)
 
 
 def mapped(name: str, plugin: str) -> NodeReport:

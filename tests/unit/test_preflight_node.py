@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.schema import Config, DataConfig, ModelConfig, SlurmConfig
-from preflight import environment, files, host, imports, known_bad, mounts, network
+from preflight import cgroup, environment, files, host, imports, known_bad, mounts, network
 from preflight.setting import Setting
 from preflight.states import Finding
 
@@ -81,6 +81,66 @@ def test_little_shared_memory_matters_with_gpus(monkeypatch: pytest.MonkeyPatch)
     gpus = Setting(Config(slurm=SlurmConfig(gpus_per_node=8)), Path("/run"))
     assert host.check_shm(Setting()).state == "pass"
     assert host.check_shm(gpus).state == "fail"
+
+
+GIB = 1 << 30
+
+
+def available(monkeypatch: pytest.MonkeyPatch, memory: int, limit: int | None = None) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=memory))
+    monkeypatch.setattr("preflight.cgroup.memory_limit", lambda: limit)
+
+
+def ranks(number: int, gpus: int) -> Setting:
+    return Setting(Config(slurm=SlurmConfig(tasks_per_node=number, gpus_per_node=gpus)), Path("/run"))
+
+
+def test_memory_is_what_the_cgroup_leaves_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 900 * GIB, 16 * GIB)
+    assert host.check_memory(ranks(4, 4)).facts == {"gib": 16.0}
+    finding = host.check_memory(ranks(8, 8))
+    assert finding.state == "fail"
+    assert finding.found == (
+        "16.0 GiB of memory is the limit of the job's cgroup, 32 are wanted (4 for each of 8 rank(s))"
+    )
+    assert "slurm.mem" in finding.advice
+    assert "DefMemPerCPU" in finding.advice
+    available(monkeypatch, 900 * GIB, 1 << 62)
+    assert host.check_memory(ranks(8, 8)).found == "900.0 GiB of memory available"
+
+
+def test_little_memory_by_itself_and_for_ranks_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 2 * GIB)
+    assert host.check_memory(Setting()).state == "pass"
+    assert host.check_memory(ranks(2, 0)).state == "pass"
+    assert host.check_memory(ranks(1, 1)).state == "fail"
+    available(monkeypatch, GIB // 2)
+    assert "1 are wanted (preflight.min_free_memory_gib)" in host.check_memory(Setting()).found
+
+
+@pytest.mark.parametrize(
+    ("table", "limits", "found"),
+    [
+        ("0::/system.slice/job_7/step_0/user\n", {"system.slice/job_7/memory.max": "2147483648"}, 2 * GIB),
+        ("0::/a/b\n", {"a/memory.max": "4096", "a/b/memory.max": "8192"}, 4096),
+        ("0::/a/b\n", {"a/memory.max": "max", "a/b/memory.max": "max"}, None),
+        ("9:cpu,memory:/slurm/job_7\n0::/\n", {"memory/slurm/job_7/memory.limit_in_bytes": "4096"}, 4096),
+        ("4:memory:/docker/of-the-host\n", {"memory/memory.limit_in_bytes": "4096"}, 4096),
+        ("3:cpuset:/a\n", {"memory.max": "4096"}, None),
+        (None, {"memory.max": "4096"}, None),
+    ],
+)
+def test_the_least_memory_limit_from_the_group_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str | None, limits: dict[str, str], found: int | None
+) -> None:
+    monkeypatch.setenv("PREFLIGHT_PROC", str(tmp_path / "proc"))
+    monkeypatch.setenv("PREFLIGHT_SYS", str(tmp_path / "sys"))
+    texts = {tmp_path / "sys/fs/cgroup" / name: f"{value}\n" for name, value in limits.items()}
+    texts |= {tmp_path / "proc/self/cgroup": table} if table else {}
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup.memory_limit() == found
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +243,17 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     assert network.check_name(Setting()).state == "fail"
+
+
+@pytest.mark.parametrize(("address", "interface"), [("10.0.0.7", "eth0"), ("10.0.0.99", None)])
+def test_the_interface_that_has_the_address_of_the_host_name(
+    monkeypatch: pytest.MonkeyPatch, address: str, interface: str | None
+) -> None:
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth0": [SimpleNamespace(address="10.0.0.7")]})
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(2, 1, 6, "", (address, 0))])
+    finding = network.check_name(Setting())
+    assert finding.state == "pass"
+    assert finding.facts == {"addresses": [address], "loopback": False, "interface": interface}
 
 
 def test_data_and_model_by_size_and_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_r39_a_config_file_is_missing(pins: Path) -> None:
     assert finding.facts["pinned"] == ["causal_conv1d_fwd_kernel", "chunk_fwd_kernel_o"]
     assert finding.facts["not_pinned"] == {"l2norm_fwd_kernel": "file missing"}
     assert "2 kernels are pinned" in finding.found
-    assert "l2norm_fwd_kernel: file missing" in finding.found
+    assert finding.found.startswith("l2norm_fwd_kernel: file missing (")
 
 
 def test_r39_fails_without_the_list_of_kernels(pins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +99,13 @@ def test_pins_made_for_something_else(pins: Path, gpu: str, versions: dict[str, 
     finding = judge_pins(pins, gpu, versions, None)
     assert finding.state == "fail"
     assert words in finding.found
+
+
+def test_pins_of_another_gpu_say_so_first_and_all_else_behind(pins: Path) -> None:
+    (pins / "l2norm_fwd_kernel.json").unlink()
+    found = judge_pins(pins, "NVIDIA H100", VERSIONS | {"dtype": "float32"}, None).found
+    gpu, dtype = "made for gpu NVIDIA H200, here is NVIDIA H100", "made for dtype bfloat16, here is float32"
+    assert found.startswith(f"pins.json: {gpu}; {dtype}; l2norm_fwd_kernel: file missing (")
 
 
 def test_a_file_that_no_list_names(pins: Path) -> None:
