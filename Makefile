@@ -28,11 +28,11 @@ test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow and not gpu'
 
 test-all: test
-	$(BIN)/pytest -m 'slow and not gpu and not cluster'
+	$(BIN)/pytest -m 'slow and not gpu'
 
-# Jobs that live through failures on the test cluster: longer than the selection of it in `make test`.
+# All jobs on the test cluster, those of `make test` included.
 test-cluster: $(READY)
-	$(BIN)/pytest -m 'slow and cluster'
+	$(BIN)/pytest -m cluster
 
 replays: $(READY)
 	$(BIN)/pytest --replays -n 2 --dist loadgroup -m 'not gpu'
