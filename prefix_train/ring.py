@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from configs.nodefolder import private_folder
 
-RECORDS = 128
-"""Records that are kept: one pack of a model with 40 sharded layers."""
+RECORDS = 512
+"""Records that are kept: one update of two packs of a model with 64 sharded layers, and some of the one before."""
 
 CALLED, DONE, RAISED = range(3)
 """States of a collective. CALLED: it is not known to be over."""

@@ -20,7 +20,7 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
-from slurm import archive, evidence, life, presence, verdict
+from slurm import alarms, archive, evidence, life, presence, verdict
 from slurm.evidence import Alarm, BadEvidence, Node, Rank, Seen
 from slurm.verdict import Verdict
 
@@ -81,7 +81,7 @@ def judge_folder(run: Path, folder: Path) -> Verdict | None:
     if not nodes:
         return None
     alarm = _alarm(folder, nodes)
-    return verdict.judge(nodes, alarm, _world(run), _hosts(run, alarm.attempt, nodes))
+    return alarms.conclude(run, folder, alarm, _world(run), _hosts(run, alarm.attempt, nodes))
 
 
 def of_life(run: Path, attempt: int) -> Verdict | None:
