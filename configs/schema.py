@@ -208,7 +208,7 @@ class PreflightConfig:
     min_free_disk_gib: float = 1.0
     """Least free space of the run folder's file system."""
     min_free_memory_gib: float = 1.0
-    """Least available memory of a node."""
+    """Least memory that the job can have on a node, within its cgroup; with GPUs at least 4 GiB per rank are wanted."""
     prove_pins: bool = True
     """With GPUs: run every kernel of the job before it starts, and count searches. Without, only the files are read."""
     prove_deadline_s: float = 300.0
