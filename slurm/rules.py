@@ -7,73 +7,18 @@ first, then what is slow and not stuck, then what is stuck, from the surest sign
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import median
-from typing import Literal
 
-from slurm import divergence, frames, memory, signs, wording
-from slurm.evidence import Collective
+from slurm import frames, memory, signs, unequal, wording
+from slurm.finding import Finding, Kind, Rule, Sure
 from slurm.views import Case, View
 
-Kind = Literal[
-    "missing_rank",
-    "extra_collective",
-    "size_mismatch",
-    "kind_mismatch",
-    "rank_died",
-    "rank_raised",
-    "oom_killed",
-    "gil_held",
-    "io_blocked",
-    "data_starved",
-    "save_stalled",
-    "autotuning",
-    "compiling",
-    "straggler",
-    "network",
-    "slow_alive",
-    "unknown",
-]
-
-MISMATCH = re.compile(r"mismatch|preamble|op\.nbytes|differ", re.IGNORECASE)
-"""What gloo, and torch with TORCH_DISTRIBUTED_DEBUG=DETAIL, say of collectives that do not fit."""
 LINK = re.compile(r"\bXid\b.*: 74,|link (is )?down|mlx5|ib\d: |nvlink|NIC|network unreachable", re.IGNORECASE)
 WAITS_LITTLE, WAITS_MUCH = 0.2, 0.3
 """A straggler waits for others less than this share of what they wait; they wait at least that share of the time."""
 ONCE = 0.4
 """Where one wait makes up more than this share of all, the rank was late once, which makes no straggler."""
-
-Sure = Literal["high", "medium", "low"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a rule says. clause: begins the sentence. ends: whether the run has to be ended.
-
-    sure: at most so; missing evidence can only lower it. nodes: where the ranks alone do not tell them.
-    """
-
-    kind: Kind
-    ranks: tuple[int, ...]
-    clause: str
-    where: str = ""
-    ends: bool = True
-    sure: Sure = "high"
-    advice: str = ""
-    nodes: tuple[str, ...] = ()
-
-
-Rule = Callable[[Case], Finding | None]
-
-
-def broken_collective(case: Case) -> Finding | None:
-    """Collectives that did not fit end a rank under gloo, not always the one at fault."""
-    first = next(iter(case.ended), None)
-    if first is None or first.end is None or case.divergence is None:
-        return None
-    odd_end = first.end.signal == "SIGABRT" or bool(MISMATCH.search(first.end.message or ""))
-    return _diverged(case) if odd_end or signs.lost(first) else None
 
 
 def oom_killed(case: Case) -> Finding | None:
@@ -185,17 +130,6 @@ def compiles(case: Case) -> Finding | None:
     return _builds(case, "compiling", frames.COMPILING)
 
 
-def skips_module(case: Case) -> Finding | None:
-    """Updates stall and go on, and some ranks do not call what others call: slow, not dead."""
-    if not (case.advanced or signs.stalled_before(case)):
-        return None
-    found = _skipped(case)
-    if found is None:
-        return None
-    clause = f"slow, not dead: {found.clause}"
-    return Finding("slow_alive", found.ranks, clause, found.where, ends=False, advice=found.advice)
-
-
 def straggles(case: Case) -> Finding | None:
     """The run goes on, and one rank is the one that the others wait for, collective after collective."""
     if not case.advanced:
@@ -252,11 +186,6 @@ def stopped(case: Case) -> Finding | None:
     clause = f"{wording.name(found)} {are} stopped by a signal or a debugger{wording.inside(found[0])}"
     advice = f"kill -CONT {found[0].beat.pid if found[0].beat else 'PID'} on {found[0].host} lets it go on"
     return Finding("missing_rank", tuple(view.rank for view in found), clause, found[0].where, advice=advice)
-
-
-def diverged(case: Case) -> Finding | None:
-    """The ranks' collectives differ: the first difference is the cause, whatever came of it."""
-    return _diverged(case)
 
 
 def stalls_in_save(case: Case) -> Finding | None:
@@ -367,7 +296,7 @@ def cannot_tell(case: Case) -> Finding | None:
 
 
 RULES: tuple[Rule, ...] = (
-    broken_collective,
+    unequal.broken_collective,
     oom_killed,
     raised,
     died,
@@ -377,13 +306,13 @@ RULES: tuple[Rule, ...] = (
     tears_down,
     tunes,
     compiles,
-    skips_module,
+    unequal.skips_module,
     straggles,
     goes_on,
     moves,
     in_time,
     stopped,
-    diverged,
+    unequal.diverged,
     holds_lock,
     stalls_in_save,
     blocked_in_io,
@@ -400,54 +329,6 @@ def decide(case: Case, rules: Sequence[Rule] = RULES) -> Finding:
     return next(finding for rule in rules if (finding := rule(case)) is not None)
 
 
-KINDS: dict[divergence.Way, Kind] = {
-    "missing": "missing_rank",
-    "extra": "extra_collective",
-    "kind": "kind_mismatch",
-    "size": "size_mismatch",
-    "dtype": "size_mismatch",
-}
-
-
-def _diverged(case: Case) -> Finding | None:
-    found = case.divergence
-    if found is None:
-        return None
-    theirs, others = found.theirs, found.others
-    odd = [case.view(rank) for rank in found.odd]
-    if not odd:
-        parties = " and ".join(f"{wording.numbers(party)}" for party in found.parties)
-        clause = (
-            f"ranks {parties} differ at collective {found.number}: {wording.call(theirs)}{_sizes(theirs, others)} "
-            f"against {wording.call(others)}; which of them is wrong cannot be told"
-        )
-        return Finding(KINDS[found.way], (), clause, theirs.where, sure="medium")
-    place = f"{theirs.phase} of update {theirs.update}"
-    if found.way == "missing":
-        after = f" after {others.pack} pack{'s' * (others.pack != 1)}" if others.pack >= 0 else ""
-        did = (
-            f"left {others.phase} of update {others.update}{after} and went on to {wording.call(theirs)} in {place}, "
-            f"while the others were at {wording.call(others)}"
-        )
-    elif found.way == "extra":
-        did = f"called one more collective, {wording.call(theirs)} in {place}; the others called {wording.call(others)}"
-    elif found.way == "kind":
-        did = f"called {wording.call(theirs)} in {place} where the others called {wording.call(others)}"
-    else:
-        did = f"called {wording.call(theirs)} in {place} with{_sizes(theirs, others)}"
-    advice = f"compare what rank {odd[0].rank} does at {wording.short(theirs.where)} with the others"
-    return Finding(KINDS[found.way], found.odd, f"{wording.name(odd)} {did}", theirs.where, advice=advice)
-
-
-def _sizes(theirs: Collective, others: Collective) -> str:
-    def text(one: Collective) -> str:
-        return f"{one.dtype} {', '.join('x'.join(map(str, size)) or '1' for size in one.sizes)}"
-
-    if theirs.kind != others.kind:
-        return ""
-    return f" {text(theirs)} against {text(others)}" if text(theirs) != text(others) else ""
-
-
 def _builds(case: Case, kind: Kind, files: re.Pattern[str]) -> Finding | None:
     for view in case.elsewhere:
         inside = view.stack is not None and frames.thread_in(view.stack, files) is not None
@@ -457,26 +338,6 @@ def _builds(case: Case, kind: Kind, files: re.Pattern[str]) -> Finding | None:
         if (inside or (compilers and kind == "compiling")) and (view.busy or view.wandered):
             clause = f"not a hang: {kind}: {wording.name([view])}{wording.inside(view)} ({wording.standing(view)})"
             return Finding(kind, (), clause, view.where, ends=False, advice="pin the kernels: prefix-train tune CONFIG")
-    return None
-
-
-def _skipped(case: Case) -> Finding | None:
-    """Ranks whose ring has no call from a place that the other ranks call from again and again."""
-    rings = {view.rank: view.ring for view in case.views if len(view.ring) >= signs.ENOUGH}
-    if len(rings) < 2:
-        return None
-    counts = {rank: signs.by_place(ring) for rank, ring in rings.items()}
-    places = sorted({place for count in counts.values() for place in count})
-    for place in places:
-        callers = [rank for rank, count in counts.items() if count.get(place, 0) >= 2]
-        skippers = [rank for rank, count in counts.items() if place not in count]
-        if callers and skippers and len(callers) + len(skippers) == len(counts):
-            views = [case.view(rank) for rank in skippers]
-            others = [case.view(rank) for rank in callers]
-            clause = f"{wording.name(views)} {wording.verb(views, 'skips', 'skip')} {wording.short(place)}, which "
-            clause += f"{wording.named(others)} {wording.verb(others, 'calls', 'call')}"
-            advice = f"every rank has to call {wording.short(place)}, with or without work for it"
-            return Finding("slow_alive", tuple(skippers), clause, place, advice=advice)
     return None
 
 

@@ -17,7 +17,7 @@ import msgspec
 from configs import runfolder
 from slurm import rules, views, wording
 from slurm.evidence import Alarm, Node
-from slurm.rules import Finding, Kind, Rule, Sure
+from slurm.finding import Finding, Kind, Rule, Sure
 from slurm.views import Case
 
 JSON, TEXT = "verdict.json", "verdict.txt"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from slurm.rules import RULES, Rule
+from slurm.finding import Rule
+from slurm.rules import RULES
 from slurm.verdict import Verdict
 from tests.hangs.cases import CORPUS, INDEPENDENT, Case, read_all
 

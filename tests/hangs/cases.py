@@ -10,7 +10,8 @@ import msgspec
 
 from slurm import evidence, verdict
 from slurm.evidence import Alarm, Node
-from slurm.rules import RULES, Rule
+from slurm.finding import Rule
+from slurm.rules import RULES
 from slurm.verdict import Verdict
 
 HERE = Path(__file__).parent

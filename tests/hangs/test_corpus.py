@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from slurm import rules
+from slurm import finding, rules
 from slurm.evidence import Rank, Seen
 from tests.bench import hangs_bench
 from tests.bench.hangs_bench import Score, score
@@ -33,7 +33,7 @@ def test_it_is_large_enough_and_mostly_of_real_runs(cases: list[Case]) -> None:
     healthy = [case for case in cases if case.label.healthy]
     assert len(real) >= 40
     assert len(healthy) >= 12
-    assert {case.label.kind for case in hangs} == set(rules.Kind.__args__) - {"autotuning", "compiling"}
+    assert {case.label.kind for case in hangs} == set(finding.Kind.__args__) - {"autotuning", "compiling"}
     assert {case.name for case in cases if not case.label.composed} == {plan.name for plan in PLANS}
     assert sum(path.stat().st_size for path in CORPUS.rglob("*.json")) < 5_000_000
     assert {8, 4, 3, 2} <= {case.label.world for case in real}
