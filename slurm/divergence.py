@@ -18,6 +18,8 @@ Ring = Sequence[Collective]
 
 UNEQUAL_BY_NATURE = frozenset({"gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv"})
 """Kinds whose inputs may differ in size from rank to rank."""
+WITHOUT_DATA = "barrier"
+"""Takes no call's place: what the others exchanged would still be wanted."""
 SAME_PLACE_LINES = 3
 """Two calls this few lines apart are the same statement with another branch."""
 PAIRS = " pairs"
@@ -31,7 +33,8 @@ OPTIONAL = frozenset({"evaluate", "save"})
 """Phases that not every update has."""
 BY_PACK = frozenset({"first_update", "forward", "backward"})
 
-Way = Literal["missing", "extra", "kind", "size", "dtype"]
+Way = Literal["missing", "extra", "kind", "other", "size", "dtype"]
+"""other: another kind from another place; one more call and this one instead would look the same so far."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _judge(
     rest = [rank for rank in calls if rank not in odd] if odd else ordered[-1]
     theirs, others = calls[first], calls[rest[0]]
     way = _way(theirs, others, numbered[first], numbered[rest[0]])
-    if way == "extra" and not odd:
+    if way in ("extra", "other") and not odd:
         way = "kind" if theirs.kind != others.kind else "size"
     return Divergence(group, number, way, odd, tuple(map(tuple, ordered)), theirs, others)
 
@@ -117,9 +120,21 @@ def _way(
     if _position(theirs) != _position(others):
         return "missing" if _position(theirs) > _position(others) else "extra"
     known = {(one.where, one.kind) for calls in (mine, reference) for n, one in calls.items() if n < theirs.number}
-    if (theirs.where, theirs.kind) not in known:
-        return "extra"
-    return "missing" if _follows(theirs, others, reference) else "extra"
+    if (theirs.where, theirs.kind) in known and _follows(theirs, others, reference):
+        return "missing"
+    told = theirs.kind in (others.kind, WITHOUT_DATA) or _one_ahead(theirs.number, mine, reference)
+    return "extra" if told else "other"
+
+
+def _one_ahead(number: int, mine: Mapping[int, Collective], reference: Mapping[int, Collective]) -> bool:
+    """Whether after its call `number` a rank made the others' calls one number later; what fits both ways is counted.
+
+    mine: of the rank. reference: of one of the others.
+    """
+    later = [n for n in mine if n > number]
+    ahead = [_token(mine[n]) == _token(reference[n - 1]) for n in later if n - 1 in reference]
+    abreast = [_token(mine[n]) == _token(reference[n]) for n in later if n in reference]
+    return bool(ahead) and all(ahead) and (not all(abreast) or max(mine) > max(reference))
 
 
 def _follows(theirs: Collective, others: Collective, reference: Mapping[int, Collective]) -> bool:

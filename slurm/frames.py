@@ -13,7 +13,9 @@ DEVICE_NATIVE = re.compile(r"(cuda|cu)(Device|Stream|Event|Ctx)Synchronize|cudaM
 PASSES_ON = ("/prefix_train/recorder.py", "/prefix_train/dist.py")
 """Our own files between a caller and torch's collectives."""
 LEAVING = "destroy_process_group"
-AUTOTUNING = re.compile(r"/triton/runtime/autotuner\.py|/triton/testing\.py|/fla/ops/utils/cache\.py")
+AUTOTUNING = re.compile(
+    r"/triton/runtime/autotuner\.py|/triton/testing\.py|/fla/ops/utils/cache\.py|/tilelang/(autotuner|profiler)/"
+)
 COMPILING = re.compile(
     r"/torch/_(inductor|dynamo|functorch)/|/triton/(compiler|backends)/|/triton/runtime/(jit|build)|/tilelang/|cutlass"
 )
@@ -41,6 +43,11 @@ def waits_for_device(stack: Stack) -> bool:
     return stack.main is not None and any(
         frame.native and DEVICE_NATIVE.search(frame.name) for frame in stack.main.frames[:12]
     )
+
+
+def tunes(stack: Stack) -> bool:
+    """Whether the main thread searches for kernels."""
+    return stack.main is not None and any(AUTOTUNING.search(frame.file) for frame in python_frames(stack.main))
 
 
 def leaves(stack: Stack) -> bool:

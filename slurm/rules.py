@@ -131,9 +131,12 @@ def compiles(case: Case) -> Finding | None:
 
 
 def straggles(case: Case) -> Finding | None:
-    """The run goes on, and one rank is the one that the others wait for, collective after collective."""
-    if not case.advanced:
-        return None
+    """The run goes on, and one rank is the one that the others wait for, by its collectives or by its GPU."""
+    return (_late_again(case) or _slow_device(case)) if case.advanced else None
+
+
+def _late_again(case: Case) -> Finding | None:
+    """The others wait for one rank, collective after collective."""
     shares = {view.rank: share for view in case.views if (share := signs.waiting_share(view)) is not None}
     if len(shares) < 2 or len(shares) < len(case.views):
         return None
@@ -144,8 +147,19 @@ def straggles(case: Case) -> Finding | None:
         return None
     view = case.view(slow)
     clause = f"{wording.name([view])} is slow: the others wait for it {others:.0%} of the time{signs.clock(view)}"
-    advice = f"compare node {view.host} with the others: python -m preflight show RUN"
-    return Finding("straggler", (slow,), clause, view.where, ends=signs.unexcused(case), sure="medium", advice=advice)
+    ends, advice = signs.unexcused(case), _compare(view)
+    return Finding("straggler", (slow,), clause, view.where, ends=ends, sure="medium", advice=advice)
+
+
+def _slow_device(case: Case) -> Finding | None:
+    """One rank's GPU computes far below its clock, and all others spin."""
+    slow = [view for view in case.views if signs.computes_slowly(view)]
+    others = [view for view in case.views if view not in slow]
+    if len(slow) != 1 or not others or not signs.spin_together(others):
+        return None
+    view = slow[0]
+    clause = f"{wording.name([view])} is slow: its GPU computes while those of the others spin{signs.clock(view)}"
+    return Finding("straggler", (view.rank,), clause, view.where, ends=False, sure="medium", advice=_compare(view))
 
 
 def goes_on(case: Case) -> Finding | None:
@@ -339,6 +353,10 @@ def _builds(case: Case, kind: Kind, files: re.Pattern[str]) -> Finding | None:
             clause = f"not a hang: {kind}: {wording.name([view])}{wording.inside(view)} ({wording.standing(view)})"
             return Finding(kind, (), clause, view.where, ends=False, advice="pin the kernels: prefix-train tune CONFIG")
     return None
+
+
+def _compare(view: View) -> str:
+    return f"compare node {view.host} with the others: python -m preflight show RUN"
 
 
 def _look_at(view: View) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from slurm import causes, divergence, wording
+from slurm.evidence import Gpu
 from slurm.stacks import Thread, python_frames
 from slurm.views import Case, View
 
@@ -24,6 +25,8 @@ ENDED_WELL = (0, 3)
 STALLED_BEFORE = 0.5
 """An update that took this share of the present age, and finished, is precedent for a slow update."""
 RANK = re.compile(r"\brank (\d+)\b")
+SLOW_CLOCK = 0.8
+"""A GPU below this share of the clock that it had in a finished update is slow."""
 ENOUGH = 10
 """Finished collectives below which nothing is said of who is late."""
 
@@ -51,11 +54,28 @@ def waiting_share(view: View) -> tuple[float, float] | None:
 def clock(view: View) -> str:
     """That its GPU runs slower than it did, where the readings say so."""
     now, before = view.gpu, view.gpu_computing
-    if now is None or before is None or not now.sm_clock_mhz or not before.sm_clock_mhz:
-        return ""
-    if now.sm_clock_mhz > 0.8 * before.sm_clock_mhz:
+    if now is None or before is None or not _slow_clock(now, before):
         return ""
     return f"; its GPU runs at {now.sm_clock_mhz:.0f} MHz against {before.sm_clock_mhz:.0f} MHz before"
+
+
+def computes_slowly(view: View) -> bool:
+    """Whether its GPU computes far below its own clock in both rounds."""
+    before, rounds = view.gpu_computing, (view.gpu_in(0), view.gpu_in(1))
+    return before is not None and all(
+        now is not None and bool(now.memory_utilisation) and _slow_clock(now, before) for now in rounds
+    )
+
+
+def spin_together(views: Sequence[View]) -> bool:
+    """Whether all their GPUs spin in one of the rounds."""
+    return any(all(view.spins(view.gpu_in(number)) for view in views) for number in (0, 1))
+
+
+def _slow_clock(now: Gpu, before: Gpu) -> bool:
+    if not now.sm_clock_mhz or not before.sm_clock_mhz:
+        return False
+    return now.sm_clock_mhz <= SLOW_CLOCK * before.sm_clock_mhz
 
 
 def unexcused(case: Case) -> bool:

@@ -6,7 +6,7 @@ import re
 
 from slurm import divergence, signs, wording
 from slurm.evidence import Collective
-from slurm.finding import Finding, Kind
+from slurm.finding import Finding, Kind, Sure
 from slurm.views import Case
 
 MISMATCH = re.compile(r"mismatch|preamble|op\.nbytes|differ", re.IGNORECASE)
@@ -16,6 +16,7 @@ KINDS: dict[divergence.Way, Kind] = {
     "missing": "missing_rank",
     "extra": "extra_collective",
     "kind": "kind_mismatch",
+    "other": "kind_mismatch",
     "size": "size_mismatch",
     "dtype": "size_mismatch",
 }
@@ -68,12 +69,15 @@ def _diverged(case: Case) -> Finding | None:
         )
     elif found.way == "extra":
         did = f"called one more collective, {wording.call(theirs)} in {place}; the others called {wording.call(others)}"
-    elif found.way == "kind":
+    elif found.way in ("kind", "other"):
         did = f"called {wording.call(theirs)} in {place} where the others called {wording.call(others)}"
+        if found.way == "other":
+            did += "; whether one more or this one instead cannot be told: nothing after it is shifted by one"
     else:
         did = f"called {wording.call(theirs)} in {place} with{_sizes(theirs, others)}"
     advice = f"compare what rank {odd[0].rank} does at {wording.short(theirs.where)} with the others"
-    return Finding(KINDS[found.way], found.odd, f"{wording.name(odd)} {did}", theirs.where, advice=advice)
+    sure: Sure = "medium" if found.way == "other" else "high"
+    return Finding(KINDS[found.way], found.odd, f"{wording.name(odd)} {did}", theirs.where, sure=sure, advice=advice)
 
 
 def _sizes(theirs: Collective, others: Collective) -> str:

@@ -15,6 +15,13 @@ from slurm.stacks import Frame, Stack, Thread
 GONE = ("", "Z", "X")
 BUSY = 0.2
 """Share of a core, over the gap between the rounds, from which on a process counts as computing."""
+LITTLE_POWER, LITTLE_OF_ALL = 0.25, 0.5
+"""A GPU that draws less than this share of the way from rest to computing does not compute; of all its power where its
+reading at rest is not known."""
+OCCUPIED = 90.0
+"""Percent of utilisation from which on a GPU counts as occupied."""
+UNTOUCHED = 5.0
+"""Percent of the time; a GPU whose memory is read or written less than that does not compute."""
 IO_BYTES = 1 << 12
 """Bytes that have to be read or written in the gap for reading or writing to count as going on."""
 
@@ -66,8 +73,14 @@ class View:
 
     @property
     def pending(self) -> Collective | None:
-        """The collective that it called first of those that have not returned."""
-        return next((one for one in self.ring if one.state == "called"), None)
+        """The collective that it waits in: the first that has not returned.
+
+        On a GPU without the flight recorder nothing tells when any of them ended: then the last one.
+        """
+        called = [one for one in self.ring if one.state == "called"]
+        if not called:
+            return None
+        return called[0] if any(one.ended is not None for one in self.ring) else called[-1]
 
     @property
     def answered(self) -> bool:
@@ -95,6 +108,8 @@ class View:
         shown = [stack for stack in self.stacks if stack.main is not None]
         if any(frames.waits_for_ranks(stack) for stack in shown[-1:]):
             return not frames.leaves(shown[-1])
+        if any(frames.tunes(stack) for stack in shown[-1:]) and not self.spins(self.gpu):
+            return False  # the device measures a kernel
         return self.pending is not None and all(frames.waits_for_device(stack) for stack in shown[-1:])
 
     @property
@@ -175,7 +190,22 @@ class View:
     @property
     def gpu(self) -> Gpu | None:
         """The last reading of its GPU."""
-        return self._own(self.node.gpus[1]) or self._own(self.node.gpus[0]) if self.node else None
+        return self.gpu_in(1) or self.gpu_in(0)
+
+    def gpu_in(self, number: int) -> Gpu | None:
+        """The reading of its GPU in one of the two rounds."""
+        return self._own(self.node.gpus[number]) if self.node else None
+
+    def spins(self, now: Gpu | None) -> bool:
+        """Whether its GPU is occupied in the reading `now` and does not compute, by its own other readings."""
+        idle, computing = self.gpu_idle, self.gpu_computing
+        if now is None or computing is None or now.power_w is None or not computing.power_w:
+            return False
+        if (now.utilisation or 0.0) < OCCUPIED or (now.memory_utilisation or 0.0) >= UNTOUCHED:
+            return False
+        rest = idle.power_w if idle is not None and idle.power_w is not None else 0.0
+        share = (now.power_w - rest) / max(computing.power_w - rest, 1.0)
+        return share <= (LITTLE_POWER if rest else LITTLE_OF_ALL)
 
     @property
     def gpu_idle(self) -> Gpu | None:

@@ -10,12 +10,8 @@ from slurm import frames
 from slurm.evidence import Collective
 from slurm.views import Case, View
 
-IDLE_SHARE = 0.25
-"""Of the way from idle to computing: a GPU that draws less than this is not computing."""
 MESSAGE = 200
 """Letters of an exception's message that a sentence holds."""
-SPINNING = 90.0
-"""Percent of utilisation from which on a GPU counts as occupied."""
 
 
 def short(where: str) -> str:
@@ -99,23 +95,20 @@ def _waits_in(view: View) -> str:
 
 
 def spinning(case: Case) -> str:
-    """What the waiting ranks' GPUs do, against the same devices' own readings; empty where that is not known."""
-    for view in case.waiting:
-        now, idle, computing = view.gpu, view.gpu_idle, view.gpu_computing
-        if now is None or computing is None or now.power_w is None or not computing.power_w:
-            continue
-        if (now.utilisation or 0.0) < SPINNING:
-            continue
-        rest = idle.power_w if idle is not None and idle.power_w is not None else 0.0
-        share = (now.power_w - rest) / max(computing.power_w - rest, 1.0)
-        if share > (IDLE_SHARE if rest else 0.5):
-            continue
-        update = f" in update {view.beat.update - 1}" if view.beat and view.beat.update > 1 else ""
-        return (
-            f"Spinning, not computing: {now.utilisation:.0f}% utilisation, {now.power_w:.0f} W "
-            f"against {computing.power_w:.0f} W{update}."
-        )
-    return ""
+    """Which waiting ranks' GPUs spin, and what the first one draws; empty where that is not known of any."""
+    views = [view for view in case.waiting if view.spins(view.gpu)]
+    if not views:
+        return ""
+    first = views[0]
+    now, computing = first.gpu, first.gpu_computing
+    assert now is not None
+    assert computing is not None
+    who = named(views) if len(views) == 1 or len(views) < len(case.waiting) else "all ranks that wait"
+    update = f" in update {first.beat.update - 1}" if first.beat and first.beat.update > 1 else ""
+    return (
+        f"Spinning, not computing: {who} ({now.utilisation:.0f}% utilisation, {now.power_w:.0f} W "
+        f"against {computing.power_w:.0f} W{update})."
+    )
 
 
 def lines(case: Case) -> tuple[str, ...]:

@@ -41,7 +41,8 @@ def test_spinning_is_told_by_the_device_s_own_readings() -> None:
     gpus = ((pieces.SPINNING, pieces.IDLE), (pieces.SPINNING, pieces.IDLE))
     readings = {"gpus": gpus, "idle": (pieces.IDLE,) * 2, "computing": (pieces.COMPUTING,) * 2}
     found = judge(node("node1", [*waiting(0, world=2), late], **readings), world=2)
-    assert "Spinning, not computing: 100% utilisation, 131 W against 690 W in update 6." in found.sentence
+    expected = "Spinning, not computing: rank 0 (100% utilisation, 131 W against 690 W in update 6)."
+    assert expected in found.sentence
     small = replace(pieces.COMPUTING, power_w=140.0)  # the same watts are work on another device
     found = judge(node("node1", [*waiting(0, world=2), late], **{**readings, "computing": (small,) * 2}), world=2)
     assert "Spinning" not in found.sentence
@@ -187,7 +188,7 @@ def test_r32_slow_not_dead_which_ranks_skip_which_module_and_spinning_not_comput
     assert found.sentence.startswith(
         "slow, not dead: ranks 1 and 3 on node1 skip vision.py:210, which ranks 0 and 2 call"
     )
-    assert "Spinning, not computing: 100% utilisation, 131 W against 690 W" in found.sentence
+    assert "Spinning, not computing: all ranks that wait (100% utilisation, 131 W against 690 W" in found.sentence
 
 
 def test_r32_fails_without_fix() -> None:
