@@ -25,12 +25,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from configs import compose, runfolder
+from configs import compose
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, budget, gradients, kernels, offload, outcome, tiny, verify
+from prefix_train import anatomy, bench_rows, budget, gradients, kernels, offload, outcome, tiny, verify
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
+from prefix_train.bench_rows import GATE
 from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry, read_config
@@ -41,7 +42,8 @@ ROWS = ("packed", "standalone", "flex")
 """`packed`: the pack with the configuration's kernels. `standalone`: its first examples, each alone, with the same.
 `flex`: the pack with FlexAttention."""
 
-GATE = "gate"
+CPU_PARAMETERS = 100_000_000
+"""Most parameters of a model that is measured without a GPU."""
 
 SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
 """What the gate's model has instead of the geometry's sizes; heads keep theirs."""
@@ -103,57 +105,35 @@ def continuations(text: str) -> tuple[int, int]:
 def bench(case: Case, rows: tuple[str, ...], out: Path) -> dict[str, Any]:
     """Run the gate, then each of `rows`, and write all of it to `out` after each.
 
-    Rows that `out` has already stay, the same row excepted. Raises RuntimeError where the gate or a row fails.
+    Rows that `out` has already stay, the same row excepted; so does a gate of the same geometry that has passed.
+    Raises UserError where `out` holds something else or cannot be written, and where there is no GPU for a geometry of
+    this size; RuntimeError where the gate or a row fails.
     """
-    found: dict[str, Any] = runfolder.read_json(out) if out.is_file() else {"rows": []}
-    if GATE not in found or not found[GATE]["passed"]:
-        found[GATE] = _in_a_process(GATE, case)
-        runfolder.write_json(out, found)
+    require_gpu(case.config())
+    found, gated = bench_rows.read(out), {"geometry": case.geometry, "overrides": list(case.overrides)}
+    bench_rows.write(out, found)
+    if not found[GATE].get("passed") or found[GATE].get("of") != gated:
+        found[GATE] = {"of": gated, **_in_a_process(GATE, case)}
+        bench_rows.write(out, found)
     if not found[GATE]["passed"]:
         raise RuntimeError(f"no figure without the correctness gate: see {out}")
     for row in rows:
         measured = {"row": row, **_in_a_process(row, case)}
         same = (row, measured["case"])
         found["rows"] = [*(old for old in found["rows"] if (old["row"], old["case"]) != same), measured]
-        found["ratios"] = ratios(found["rows"])
-        runfolder.write_json(out, found)
+        found["ratios"] = bench_rows.ratios(found["rows"])
+        bench_rows.write(out, found)
     return found
 
 
-def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the pack saves, for each case of which the pack and something beside it were measured."""
-    found = []
-    for packed in (row for row in rows if row["row"] == "packed"):
-        beside = {row["row"]: row for row in rows if row["case"] == packed["case"]}
-        ratio: dict[str, Any] = {"case": packed["case"]}
-        if alone := beside.get("standalone"):
-            ratio["standalone"] = alone["all_s"] / packed["median_s"]
-            ratio["flops_per_s"] = alone["model_tflops"] / packed["model_tflops"]
-        if flex := beside.get("flex"):
-            ratio["flex"] = flex["median_s"] / packed["median_s"]
-        found.append(ratio)
-    return found
-
-
-def text(found: dict[str, Any]) -> str:
-    """The figures for a person."""
-    lines = []
-    for row in found["rows"]:
-        case, memory = row["case"], row["memory"]
-        lines.append(
-            f"{row['row']:<11} {case['layers'] or 'all'} layers, {case['prefix']:,} + {case['continuations']} x "
-            f"{case['length']:,}: first {row['first_s']:.1f} s, then {row['median_s']:.2f} s "
-            f"({row['min_s']:.2f} to {row['max_s']:.2f}); {row['positions_per_s']:,.0f} positions/s, "
-            f"{row['logical_per_s']:,.0f} logical tokens/s; {row['model_tflops']:.0f} TFLOP/s of the model, "
-            f"{row['model_utilisation']:.1%}, with recomputation {row['hardware_utilisation']:.1%}; "
-            f"peak {memory['above_weights_gib']:.1f} GiB above {memory['weights_gib']:.1f} GiB of weights"
+def require_gpu(config: Config) -> None:
+    """Raise UserError where this machine's CPU would have to train more than a test's model."""
+    parameters = sum(Geometry.of(read_config(config.model)).parameters.values())
+    if not torch.cuda.is_available() and parameters > CPU_PARAMETERS:
+        raise UserError(
+            f"a geometry of {parameters:,} parameters is measured on a GPU, and there is no CUDA device here; "
+            "on a CPU: prefix-train bench cpu"
         )
-        if memory.get("copying_hidden") is not None:
-            lines[-1] += f"; {memory['copying_hidden']:.1%} of the copying behind computing"
-    for ratio in found.get("ratios", []):
-        shown = {"standalone": "the examples alone", "flex": "FlexAttention"}
-        lines += [f"{ratio[name]:.2f} times the pack: {what}" for name, what in shown.items() if name in ratio]
-    return "\n".join(lines)
 
 
 def _in_a_process(row: str, case: Case) -> dict[str, Any]:

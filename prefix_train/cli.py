@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,13 @@ def read(where: Path, overrides: list[str] | None) -> Config:
     if where.is_dir():
         return compose.with_changes(compose.from_run(where), overrides or [])
     return compose.load(where, overrides or [])
+
+
+def positive(number: float | None) -> float | None:
+    """`number`, which is none or of this world: above zero and finite."""
+    if number is not None and not 0 < number < math.inf:
+        raise typer.BadParameter(f"{number} is no size: give a number above 0")
+    return number
 
 
 def answer(document: dict[str, Any], text: str, as_json: bool) -> None:
@@ -99,8 +107,10 @@ def read_data(data: Path, model: Path | None, overrides: list[str] | None) -> Co
 def budget_command(
     where: Where,
     overrides: Overrides = None,
-    gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, in 10^9 bytes.")] = 80,
-    host_gb: Annotated[float | None, typer.Option(help="Memory that a node may pin, in 10^9 bytes.")] = None,
+    gpu_gb: Annotated[float, typer.Option(callback=positive, help="Memory of a GPU, in 10^9 bytes.")] = 80,
+    host_gb: Annotated[
+        float | None, typer.Option(callback=positive, help="Memory that a node may pin, in 10^9 bytes.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Memory and arithmetic of the run's largest pack, term by term, what each option changes, and what would fit.
@@ -134,10 +144,11 @@ def kernels_command(
     """Which kernels of the job are pinned; with --prove, that none searches. Example: prefix-train kernels C --prove"""
     from prefix_train import kernels
 
+    config = read(where, overrides)
     if not prove:
         print(kernels.use_pins(pins))
         return 0
-    found = kernels.prove(read(where, overrides), pins)
+    found = kernels.prove(config, pins)
     answer(found, kernels.describe(found), as_json)
     return 0 if found["passed"] else 1
 
@@ -229,10 +240,10 @@ def bench_cpu_command(
 @bench_app.command("pack")
 def bench_pack_command(
     geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3.6-27b",
-    prefix: Annotated[int, typer.Option(help="Tokens of the shared prefix.")] = 64_000,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the shared prefix.")] = 64_000,
     continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "80x1000",
     rows: Annotated[list[str] | None, typer.Option("--row", help="packed, standalone, flex (repeat); all.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Fewer layers than the geometry has.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the geometry has.")] = None,
     warm: Annotated[int, typer.Option(min=1, help="Updates after the first that are timed.")] = 2,
     alone: Annotated[int, typer.Option(min=1, help="Examples in an update of the standalone row.")] = 4,
     profile: Annotated[bool, typer.Option(help="Tell which kernels one more update launches.")] = True,
@@ -241,7 +252,7 @@ def bench_pack_command(
     as_json: Json = False,
 ) -> None:
     """One real update of a large geometry on one GPU, packed and alone; no figure unless the gate has passed."""
-    from prefix_train import bench_pack
+    from prefix_train import bench_pack, bench_rows
 
     if unknown := set(rows or ()) - set(bench_pack.ROWS):
         raise UserError(f"--row {min(unknown)}: rows are {', '.join(bench_pack.ROWS)}")
@@ -257,9 +268,8 @@ def bench_pack_command(
         profile=profile,
         overrides=tuple(overrides or ()),
     )
-    case.config()
     found = bench_pack.bench(case, tuple(rows or bench_pack.ROWS), out)
-    answer(found, bench_pack.text(found), as_json)
+    answer(found, bench_rows.text(found), as_json)
 
 
 def main() -> None:

@@ -97,6 +97,7 @@ class Geometry:
             known = ", ".join(sorted({*DEFAULTS, *WITH_VISION}))
             raise UserError(f"model_type {given!r}: its sizes are not known; known are {known}")
         sizes = DEFAULTS[model_type] | {key: value for key, value in text.items() if value is not None}
+        _require_numbers(sizes, DEFAULTS[model_type])
         sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
         sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
         tied = config.get("tie_word_embeddings", False) if vision else sizes["tie_word_embeddings"]
@@ -277,6 +278,8 @@ def read_config(model: ModelConfig) -> dict[str, Any]:
     if is_gguf(place):
         return gguf_config.read_config(place)
     path = place / "config.json"
+    if not path.is_file():
+        raise UserError(f"model.path: {place} is no model: a folder with config.json is expected, or a GGUF file")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -284,6 +287,14 @@ def read_config(model: ModelConfig) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"model.path: {path} holds no JSON object")
     return config
+
+
+def _require_numbers(sizes: Sizes, like: Sizes) -> None:
+    """Raise UserError where a size that is a number by default, or has none, is something else."""
+    for key, default in like.items():
+        number = default is None or (isinstance(default, int) and not isinstance(default, bool))
+        if number and key != "mlp_only_layers" and not (sizes[key] is None or type(sizes[key]) is int):
+            raise UserError(f"{key} is {sizes[key]!r}: a whole number is expected")
 
 
 def _layer_types(sizes: Sizes) -> tuple[str, ...]:

@@ -178,11 +178,14 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
     An update of the model's distinct layers over a short pack, then the kernels that search in every length bucket,
     with the memory that the run's largest pack leaves.
 
-    Returns {passed, said, launched, searches, problems}. Must run in a process that has not imported `fla`.
+    Returns {passed, said, launched, searches, problems}. Must run in a process that has not imported `fla`. UserError
+    without CUDA: nothing would have been proved.
     """
+    if not torch.cuda.is_available():
+        raise UserError("kernels are proved on the GPU that will run them: there is no CUDA device here")
     said = use_pins(pins, config.model.dtype)
     device = torch.device("cuda", 0)
-    geometry = searching_kernels(config, device) if torch.cuda.is_available() else None
+    geometry = searching_kernels(config, device)
     if geometry is None:
         return {"passed": True, "said": said, "launched": [], "searches": {}, "problems": {}}
     pins = pins or kernel_pins.folder(torch.cuda.get_device_name())

@@ -12,7 +12,8 @@ import torch
 
 from configs.errors import UserError
 from prefix_train import attention, bench_pack
-from prefix_train.bench_pack import Case, bench, continuations, gate, geometry_file, measure, ratios
+from prefix_train.bench_pack import Case, bench, continuations, gate, geometry_file, measure
+from prefix_train.bench_rows import ratios
 
 CPU = torch.device("cpu")
 TINY = str(Path(__file__).parents[1] / "data" / "tiny-geometry.yaml")
@@ -88,3 +89,39 @@ def test_mistakes_are_named() -> None:
         continuations("80*1000")
     assert continuations("80x1000") == (80, 1000)
     assert Case("qwen3.6-27b", 64000, 80, 1000, layers=4).config().model.build["num_hidden_layers"] == 4
+
+
+@pytest.mark.parametrize("text", ['{"a": [1', "[1, 2]", '{"rows": 3, "gate": {}}', '{"gate": {"passed": true}}'])
+def test_a_file_of_something_else_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    monkeypatch.setattr(bench_pack, "_in_a_process", lambda *_: pytest.fail("measured"))
+    out = tmp_path / "out.json"
+    out.write_text(text)
+    with pytest.raises(UserError, match="give another file"):
+        bench(CASE, ("packed",), out)
+    assert out.read_text() == text
+
+
+def test_no_place_and_no_gpu_are_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_pack, "_in_a_process", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        bench(CASE, ("packed",), tmp_path / "file" / "out.json")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="measured on a GPU"):
+            bench(Case("qwen3.6-27b", 64000, 80, 1000), ("packed",), tmp_path / "out.json")
+
+
+def test_a_gate_belongs_to_its_geometry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def answer(row: str, case: Case) -> dict[str, Any]:
+        asked.append(row)
+        return {"passed": True, "case": {"overrides": case.overrides}, "median_s": 1.0, "model_tflops": 1.0}
+
+    monkeypatch.setattr(bench_pack, "_in_a_process", answer)
+    bench(CASE, ("packed",), tmp_path / "out.json")
+    bench(CASE, ("flex",), tmp_path / "out.json")
+    bench(dataclasses.replace(CASE, overrides=()), ("packed",), tmp_path / "out.json")
+    assert asked == ["gate", "packed", "flex", "gate", "packed"]

@@ -78,3 +78,9 @@ def test_tuning_needs_the_gpu() -> None:
     with pytest.raises(UserError, match="no CUDA device"):
         tune.tune(CONFIG)
     assert kernels.use_pins() == "kernels: no CUDA device, nothing to pin"
+
+
+def test_nothing_is_proved_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device"):
+        kernels.prove(CONFIG)

@@ -1,0 +1,68 @@
+"""The JSON file that the pack bench's rows are added to, and what they say side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from configs import runfolder
+from configs.errors import UserError
+
+GATE = "gate"
+
+
+def read(out: Path) -> dict[str, Any]:
+    """What `out` has so far. Raises UserError where it is not a file of this bench."""
+    if not out.exists():
+        return {"rows": [], GATE: {}}
+    try:
+        found = runfolder.read_json(out)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out {out}: it cannot be read as JSON ({error}): give another file") from error
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list) or not isinstance(found.get(GATE), dict):
+        raise UserError(f"--out {out}: it holds something else than this bench's rows: give another file")
+    return found
+
+
+def write(out: Path, found: dict[str, Any]) -> None:
+    """Write `out`, also before anything is measured: a row must not be lost for want of a place."""
+    try:
+        runfolder.write_json(out, found)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the pack saves, for each case of which the pack and something beside it were measured."""
+    found = []
+    for packed in (row for row in rows if row["row"] == "packed"):
+        beside = {row["row"]: row for row in rows if row["case"] == packed["case"]}
+        ratio: dict[str, Any] = {"case": packed["case"]}
+        if alone := beside.get("standalone"):
+            ratio["standalone"] = alone["all_s"] / packed["median_s"]
+            ratio["flops_per_s"] = alone["model_tflops"] / packed["model_tflops"]
+        if flex := beside.get("flex"):
+            ratio["flex"] = flex["median_s"] / packed["median_s"]
+        found.append(ratio)
+    return found
+
+
+def text(found: dict[str, Any]) -> str:
+    """The figures for a person."""
+    lines = []
+    for row in found["rows"]:
+        case, memory = row["case"], row["memory"]
+        lines.append(
+            f"{row['row']:<11} {case['layers'] or 'all'} layers, {case['prefix']:,} + {case['continuations']} x "
+            f"{case['length']:,}: first {row['first_s']:.1f} s, then {row['median_s']:.2f} s "
+            f"({row['min_s']:.2f} to {row['max_s']:.2f}); {row['positions_per_s']:,.0f} positions/s, "
+            f"{row['logical_per_s']:,.0f} logical tokens/s; {row['model_tflops']:.0f} TFLOP/s of the model, "
+            f"{row['model_utilisation']:.1%}, with recomputation {row['hardware_utilisation']:.1%}; "
+            f"peak {memory['above_weights_gib']:.1f} GiB above {memory['weights_gib']:.1f} GiB of weights"
+        )
+        if memory.get("copying_hidden") is not None:
+            lines[-1] += f"; {memory['copying_hidden']:.1%} of the copying behind computing"
+    for ratio in found.get("ratios", []):
+        shown = {"standalone": "the examples alone", "flex": "FlexAttention"}
+        lines += [f"{ratio[name]:.2f} times the pack: {what}" for name, what in shown.items() if name in ratio]
+    return "\n".join(lines)
