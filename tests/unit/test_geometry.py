@@ -178,12 +178,12 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, content: s
 def test_sizes_that_are_no_numbers_are_named() -> None:
     with pytest.raises(UserError, match="hidden_size is 'x': a whole number"):
         Geometry.of({"model_type": "llama", "hidden_size": "x"})
-    with pytest.raises(UserError, match="head_dim is 12.5"):
+    with pytest.raises(UserError, match=r"head_dim is 12\.5"):
         Geometry.of({"model_type": "llama", "head_dim": 12.5})
 
 
 def test_a_path_that_is_no_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
     for path in (tmp_path, tmp_path / "model.bin"):
-        with pytest.raises(UserError, match="is no model: a folder with config.json"):
+        with pytest.raises(UserError, match=r"is no model: a folder with config\.json"):
             read_config(ModelConfig(path=str(path)))
