@@ -46,17 +46,17 @@ def at_rest(run: Path, attempt: int, node: str) -> tuple[AtRest, ...]:
 
 
 def _at_rest(gpu: dict[str, str]) -> AtRest:
-    """From what nvidia-smi printed for the fields of `device.FIELDS`."""
+    """From what nvidia-smi printed for the fields of `device.FIELDS`; a field that it was not asked for is None."""
     numbers = {name: _number(text) for name, text in gpu.items()}
     return AtRest(
         index=int(gpu["index"]),
         uuid=gpu["uuid"],
-        utilisation=numbers["utilization.gpu"],
-        memory_utilisation=numbers["utilization.memory"],
-        power_w=numbers["power.draw"],
-        sm_clock_mhz=numbers["clocks.sm"],
-        most_sm_clock_mhz=numbers["clocks.max.sm"],
-        temperature_c=numbers["temperature.gpu"],
+        utilisation=numbers.get("utilization.gpu"),
+        memory_utilisation=numbers.get("utilization.memory"),
+        power_w=numbers.get("power.draw"),
+        sm_clock_mhz=numbers.get("clocks.sm"),
+        most_sm_clock_mhz=numbers.get("clocks.max.sm"),
+        temperature_c=numbers.get("temperature.gpu"),
     )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from configs import runfolder
+from preflight import baseline
 from preflight.device import SMI
 from preflight.programs import ask
 from slurm.evidence import Gpu
@@ -70,26 +68,17 @@ def of_ranks(readings: Sequence[Reading], visible: str | None) -> tuple[Gpu, ...
 
 
 def at_rest(run: Path, attempt: int, host: str) -> tuple[Reading, ...]:
-    """What preflight has read of this node's GPUs before anything ran on them; empty where it did not."""
-    path = run / runfolder.PREFLIGHT / str(attempt) / f"{host}.json"
+    """What preflight has read of this node's GPUs before anything ran on them; empty where it did not.
+
+    So too where its file is not an answer: a watcher does not end for want of a comparison.
+    """
     try:
-        document: dict[str, Any] = runfolder.read_json(path)
-    except (OSError, json.JSONDecodeError):
+        found = baseline.at_rest(run, attempt, host)
+    except (OSError, ValueError, KeyError, TypeError):
         return ()
-    facts = [one["facts"] for one in document["findings"] if one["check"] == "device.gpus"]
-    described = [gpu for one in facts for gpu in one.get("gpus", [])]
     return tuple(
-        Reading(
-            gpu["uuid"],
-            Gpu(
-                int(gpu["index"]),
-                _number(gpu["utilization.gpu"]),
-                None,
-                _number(gpu["power.draw"]),
-                _number(gpu["clocks.sm"]),
-            ),
-        )
-        for gpu in described
+        Reading(one.uuid, Gpu(one.index, one.utilisation, one.memory_utilisation, one.power_w, one.sm_clock_mhz))
+        for one in found
     )
 
 

@@ -189,6 +189,8 @@ def test_readings_at_rest_are_preflights(tmp_path: Path) -> None:
     runfolder.write_json(tmp_path / "preflight" / "0" / "a.json", {"node": "a", "findings": findings})
     assert gpus.at_rest(tmp_path, 0, "a") == (Reading("GPU-aa", Gpu(0, 0.0, None, 119.2, None)),)
     assert gpus.at_rest(tmp_path, 0, "b") == ()
+    runfolder.write_json(tmp_path / "preflight" / "0" / "c.json", {"node": "c"})
+    assert gpus.at_rest(tmp_path, 0, "c") == ()
 
 
 # The kernel's log
