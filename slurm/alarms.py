@@ -56,7 +56,10 @@ def _is_open(folder: Path, attempt: int) -> bool:
     if verdict.load(folder) is not None:
         return False
     alarm = evidence.read_alarm(folder)
-    return not is_stale(folder) if alarm is None else alarm.attempt == attempt
+    if alarm is None:
+        return not is_stale(folder)
+    forgotten = alarm.only_look and time.time() - alarm.time > ANSWER_S and not evidence.answered(folder)
+    return alarm.attempt == attempt and not forgotten
 
 
 def is_my_turn(alarm: Alarm, node: int, complete: bool, waited_s: float) -> bool:
@@ -97,7 +100,8 @@ def _ended(run: Path, attempt: int, nodes: tuple[Node, ...]) -> list[Node]:
 def look_now(run: Path, answer_s: float = ANSWER_S) -> Path:
     """Have the watchers of a live job take evidence and judge it; nothing is ended. The folder with the verdict.
 
-    Raises UserError where no watcher answers: the job does not run.
+    Raises UserError where no watcher answers: the job does not run. No question is left behind that nobody answers or
+    waits for.
     """
     attempt = runfolder.current_attempt(run)
     asked = Alarm(attempt, "", -1, 0.0, 0.0, "somebody asked how the job stands", time.time())
@@ -106,10 +110,15 @@ def look_now(run: Path, answer_s: float = ANSWER_S) -> Path:
         if time.monotonic() > end:
             raise UserError(f"{run}: evidence is being taken already; look into its hangs/ in a minute")
         time.sleep(LOOK_S)
-    while verdict.load(folder) is None:
-        if time.monotonic() > end:
-            return _unanswered(run, folder, asked)
-        time.sleep(LOOK_S)
+    try:
+        while verdict.load(folder) is None:
+            if time.monotonic() > end:
+                return _unanswered(run, folder, asked)
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        if not evidence.answered(folder):
+            shutil.rmtree(folder)
+        raise
     return folder
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import re
+import stat
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from configs import runfolder
+from configs.errors import UserError
+from slurm.redact import redact, redact_json
 
 KEPT = (
     runfolder.CONFIG,
@@ -39,73 +40,75 @@ KEPT = (
 CODE = (f"{runfolder.CODE}/**/*.py",)
 TAIL_BYTES = 1 << 20
 """Of a file that may be cut; JSON is kept whole."""
-MASK = "***"
-
-NAMED = re.compile(
-    r"""(?ix) ( (?<![\w-]) [\w.-]* (?: token(?!s)|secret|passw(?:or)?d|passphrase|api[_-]?key|access[_-]?key|credential
-        |authorization|private[_-]?key ) [\w.-]* ["']? \s* [:=] \s* (?:bearer\s+|basic\s+)? ["']? )
-        ( (?!null\b|none\b|true\b|false\b|[\d.,]+(?![\w.])) [^\s"',;}\]]{4,} )"""
-)
-"""A value with a name that says what it is."""
-SHAPED = re.compile(
-    r"""(?x) -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----.*?(?:-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|\Z)
-        | \b(?:hf|gh[pousr]|glpat|npm|pypi)[_-][A-Za-z0-9_-]{16,}
-        | \bgithub_pat_\w{20,} | \bsk-[A-Za-z0-9_-]{16,} | \bxox[abprs]-[A-Za-z0-9-]{10,}
-        | \b(?:AKIA|ASIA)[A-Z0-9]{16}\b | \bAIza[\w-]{30,}
-        | \beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*
-        | (?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])
-        | (?<=://)[^\s/@:]+:[^\s/@]+(?=@)""",
-    re.DOTALL,
-)
-"""What is a key by its looks: of known services, private keys, 40 hexadecimal digits, a password within an address."""
-BEARER = re.compile(r"(?i)(\bbearer\s+)[\w.~+/-]{8,}=*")
-MIXED = re.compile(
-    r"(?<![\w/+.-])(?=[A-Za-z0-9+_-]*[a-z])(?=[A-Za-z0-9+_-]*[A-Z])(?=[A-Za-z0-9+_-]*\d)[A-Za-z0-9+_-]{40,}={0,2}"
-)
-"""A long run of mixed letters and digits that is no path."""
 
 
-def redact(text: str) -> str:
-    """`text` with all that looks like a secret masked."""
-    text = SHAPED.sub(MASK, text)
-    text = BEARER.sub(rf"\1{MASK}", text)
-    text = NAMED.sub(lambda found: found[1] + MASK, text)
-    return MIXED.sub(MASK, text)
-
-
-def write(run: Path, archive: Path, diagnosis: str, with_code: bool = False) -> list[str]:
-    """Write the archive of `run`, which only its owner may read, and return the names that went in.
-
-    diagnosis: goes in as diagnosis.txt. Raises OSError where a file cannot be read or the archive cannot be written.
-    """
-    files = [("diagnosis.txt", diagnosis), *((name, _text(path)) for name, path in _chosen(run, with_code))]
-    aside = archive.with_name(f".{archive.name}.{os.getpid()}.tmp")
+def check_target(run: Path, archive: Path) -> None:
+    """Raise UserError where `archive` cannot become the archive: nothing is overwritten or put into the run."""
     try:
-        descriptor = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        if archive.is_dir():
+            raise UserError(f"--archive {archive} is a folder: name a file that does not exist yet, as in run.tar.gz")
+        if os.path.lexists(archive):
+            raise UserError(f"--archive {archive} exists already: name a file that does not exist yet")
+        folder = archive.parent.resolve()
+        if not folder.is_dir():
+            raise UserError(f"--archive {archive}: there is no folder {archive.parent}: make it first")
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--archive {archive} cannot be written: {error}") from error
+    if folder.is_relative_to(run.resolve()):
+        raise UserError(f"--archive {archive} is within the run folder: name a file elsewhere")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--archive {archive}: the folder {archive.parent} cannot be written: name a file elsewhere")
+
+
+def write(run: Path, archive: Path, diagnosis: str, with_code: bool = False) -> tuple[list[str], list[str]]:
+    """Write the archive of `run`, which only its owner may read: the names that went in, and those that are links.
+
+    diagnosis: goes in as diagnosis.txt. Raises UserError where a file cannot be read or the archive cannot be written;
+    none is left then.
+    """
+    check_target(run, archive)
+    run = run.resolve()
+    chosen, links = _chosen(run, with_code)
+    try:
+        descriptor = os.open(archive, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except OSError as error:
+        raise UserError(f"--archive {archive} cannot be written: {error.strerror}") from error
+    whole = False
+    try:
         with (
             os.fdopen(descriptor, "wb") as stream,
             gzip.GzipFile("", "wb", fileobj=stream, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w") as tar,
         ):
-            for name, text in files:
-                _add(tar, f"{run.name}/{name}", redact(text).encode())
-        aside.replace(archive)
+            _add(tar, f"{run.name}/diagnosis.txt", redact(diagnosis))
+            for name in chosen:
+                text = _text(run / name)
+                _add(tar, f"{run.name}/{name}", redact_json(text) if name.endswith(".json") else redact(text))
+        whole = True
+    except OSError as error:
+        raise UserError(f"{error.filename or archive}: {error.strerror}: no archive was written") from error
     finally:
-        aside.unlink(missing_ok=True)
-    return [name for name, _ in files]
+        if not whole:
+            archive.unlink()
+    return ["diagnosis.txt", *chosen], links
 
 
-def _chosen(run: Path, with_code: bool) -> Iterator[tuple[str, Path]]:
-    """Regular files of `run` that may go in; what a link leads to is not of the run."""
-    inside = run.resolve()
+def _chosen(run: Path, with_code: bool) -> tuple[list[str], list[str]]:
+    """Regular files of `run` that may go in, and links of either kind: what they lead to is not of the run."""
+    files: list[str] = []
+    links: list[str] = []
     for pattern in (*KEPT, *(CODE if with_code else ())):
         for path in sorted(run.glob(pattern)):
-            if path.is_file() and path.resolve() == inside / path.relative_to(run):
-                yield str(path.relative_to(run)), path
+            name, kind = str(path.relative_to(run)), path.lstat()
+            if path.resolve() != path or (stat.S_ISREG(kind.st_mode) and kind.st_nlink > 1):
+                links.append(name)
+            elif stat.S_ISREG(kind.st_mode):
+                files.append(name)
+    return files, links
 
 
 def _text(path: Path) -> str:
-    with path.open("rb") as stream:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         cut = path.suffix != ".json" and size > TAIL_BYTES
         if cut:
@@ -114,7 +117,8 @@ def _text(path: Path) -> str:
     return f"... the first {size - TAIL_BYTES} bytes are left out\n{found.partition(chr(10))[2]}" if cut else found
 
 
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add(tar: tarfile.TarFile, name: str, text: str) -> None:
+    content = text.encode(errors="surrogateescape")
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode = len(content), 0o600
     tar.addfile(entry, io.BytesIO(content))

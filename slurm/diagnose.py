@@ -6,6 +6,7 @@ ranks' own words of how they ended are judged by the same rules.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +20,22 @@ from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.errors import UserError
 from prefix_train import heartbeat
-from prefix_train.heartbeat import Beat, End
+from prefix_train.heartbeat import BadRecord, Beat, End
 from slurm import alarms, archive, evidence, life, presence, verdict
 from slurm.evidence import Alarm, BadEvidence, Node, Rank, Seen
+from slurm.policy import Life
 from slurm.verdict import Verdict
 
 ENDED_WELL = (0, runfolder.STOPPED)
+READ = (
+    runfolder.ATTEMPT,
+    *(name for folder in (runfolder.HEARTBEAT, runfolder.LIVES) for name in (folder, f"{folder}/*.json")),
+    *(runfolder.LOGS, f"{runfolder.LOGS}/*.json"),
+    *(runfolder.HANGS, f"{runfolder.HANGS}/*", f"{runfolder.HANGS}/*/*.json"),
+    *(f"{folder}/{name}" for folder in (f"{runfolder.LOGS}/end-*", f"{runfolder.HANGS}/*") for name in
+      ("", evidence.FOLDER, f"{evidence.FOLDER}/*.json")),
+)  # fmt: skip
+"""What is read of a run folder, each folder before what is in it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ def diagnose(run: Path, hang: int | None = None) -> Diagnosis:
             there = ", ".join(path.name for path in verdict.folders(run)) or "none"
             raise UserError(f"{run} has no hang {hang}: there is {there}")
         return Diagnosis(run, hang, _of_hang(run, folder), f"hang {hang} has neither evidence nor verdict")
-    attempt = runfolder.current_attempt(run)
+    attempt = _attempt(run)
     found = [(int(folder.name), each) for folder in verdict.folders(run) if (each := _of_hang(run, folder))]
     found = [(number, each) for number, each in found if each.attempt == attempt]
     if ending := [item for item in found if item[1].ends]:
@@ -139,11 +150,11 @@ def _world(run: Path) -> int:
 
 def _hosts(run: Path, attempt: int, nodes: Sequence[Node]) -> tuple[str, ...]:
     """Hosts of the life's nodes, in order: as the job wrote them down, else as far as evidence and watchers tell."""
-    for one in life.read(run):
+    for one in _lives(run):
         if one.attempt == attempt and one.nodes:
             return one.nodes
     known = {node.index: node.host for node in nodes if node.index >= 0}
-    present = {place: presence.read(run, place) for place in range(from_run(run).slurm.nodes)}
+    present = {place: _watcher(run, place) for place in range(from_run(run).slurm.nodes)}
     return tuple(known.get(place) or (one.host if one else "?") for place, one in present.items())
 
 
@@ -157,11 +168,67 @@ def _standing(run: Path, attempt: int, ends: Sequence[End]) -> str:
     return "no hang is known and no rank has ended; --now looks at the ranks of a run that is alive"
 
 
+def _attempt(run: Path) -> int:
+    try:
+        return runfolder.current_attempt(run)
+    except ValueError as error:
+        raise UserError(f"{run / runfolder.ATTEMPT} is damaged: the number of a life is expected") from error
+
+
+def _lives(run: Path) -> list[Life]:
+    try:
+        return life.read(run)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"a file in {run / runfolder.LIVES} is damaged: {error}") from error
+
+
+def _watcher(run: Path, node: int) -> presence.Presence | None:
+    try:
+        return presence.read(run, node)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{run / runfolder.HEARTBEAT / f'watch{node}.json'} is damaged: {error}") from error
+
+
+def _refuse_links(run: Path) -> None:
+    """What a link leads to is not of the run, and is not read for what is said of it."""
+    for pattern in READ:
+        for path in run.glob(pattern):
+            if path.is_symlink():
+                raise UserError(f"{path} is a link: what it leads to is not of the run; put the files in its place")
+
+
+def _check_alive(run: Path) -> None:
+    """Raise UserError where nobody can answer: the run is complete, not begun, or its ranks have ended."""
+    attempt = _attempt(run)
+    beats = [beat for beat in heartbeat.read(run) if beat.attempt == attempt]
+    ended = {end.rank for end in heartbeat.read_ends(run) if end.attempt == attempt}
+    if (run / runfolder.RESULT).exists():
+        reason = "the run is complete"
+    elif not beats:
+        reason = f"no rank has given a heartbeat in life {attempt}"
+    elif ended >= set(range(max(beat.world for beat in beats))):
+        reason = f"all ranks of life {attempt} have ended"
+    else:
+        return
+    raise UserError(f"{run}: there is nobody to look at: {reason}; leave out --now")
+
+
 def _now(run: Path) -> int:
     """Collect from the live job; the number of the folder that it went into."""
-    from slurm import watch
+    _check_alive(run)
+    print(f"asking the watchers of {run}, for at most {alarms.ANSWER_S:.0f} s", file=sys.stderr, flush=True)
+    return int(alarms.look_now(run).name)
 
-    return int(watch.look_now(run).name)
+
+def _found(run: Path, hang: int | None, now: bool) -> Diagnosis:
+    """Raises UserError naming the file where one of the run's is damaged or cannot be read."""
+    _refuse_links(run)
+    try:
+        return diagnose(run, _now(run) if now else hang)
+    except (BadRecord, BadEvidence) as error:
+        raise UserError(f"damaged: {error}") from error
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 app = make_app("Why a run hung or died, from its folder alone. Example: python -m slurm.diagnose runs/demo-1")
@@ -183,12 +250,17 @@ def main(
         raise UserError(f"{run} is not a run folder: it has no {runfolder.CONFIG}")
     if now and hang is not None:
         raise UserError("--now looks at the present and --hang at the past: give one of them")
-    found = diagnose(run, _now(run) if now else hang)
+    run = run.resolve()
+    if archive_to is not None:
+        archive.check_target(run, archive_to)
+    found = _found(run, hang, now)
     text = found.text()
     print(text, end="")
     packed = None
     if archive_to is not None:
-        packed = archive.write(run, archive_to, text, with_code)
+        packed, links = archive.write(run, archive_to, text, with_code)
+        if links:
+            print(f"left out, for they are links: {', '.join(links)}")
         print(f"{len(packed)} files in {archive_to}; look into it before you pass it on")
     if as_json:
         print_json({**found.document(), "archive": packed and str(archive_to)})

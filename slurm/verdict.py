@@ -16,7 +16,7 @@ import msgspec
 
 from configs import runfolder
 from slurm import rules, views, wording
-from slurm.evidence import Alarm, Node
+from slurm.evidence import Alarm, BadEvidence, Node
 from slurm.finding import Finding, Kind, Rule, Sure
 from slurm.views import Case
 
@@ -111,15 +111,25 @@ def folders(run: Path) -> list[Path]:
 
 
 def load(folder: Path) -> Verdict | None:
-    """The verdict in hangs/<n>; None where there is none yet."""
+    """The verdict in hangs/<n>; None where there is none yet. Raises BadEvidence."""
     path = folder / JSON
-    if not path.exists():
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if "kind" not in document:  # of an earlier version of this suite
+            document = {
+                "attempt": document["attempt"],
+                "kind": "unknown",
+                "ends": document["stuck"],
+                "ranks": document["culprits"],
+                "sentence": document["sentence"],
+            }
+        return msgspec.convert(document, Verdict)
+    except FileNotFoundError:
         return None
-    document: dict[str, Any] = runfolder.read_json(path)
-    if "kind" not in document:  # of an earlier version of this suite
-        return Verdict(document["attempt"], "unknown", document["stuck"], tuple(document["culprits"]),
-                       document["sentence"])  # fmt: skip
-    return msgspec.convert(document, Verdict)
+    except KeyError as error:
+        raise BadEvidence(f"{path}: without {error.args[0]}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadEvidence(f"{path}: {error}") from error
 
 
 def write(folder: Path, verdict: Verdict, run: Path) -> None:

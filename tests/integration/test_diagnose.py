@@ -206,3 +206,38 @@ def test_a_verdict_of_a_life_before_is_not_that_of_the_present_one(run: Path) ->
     assert diagnose.diagnose(run).verdict is None
     assert diagnose.diagnose(run, 1).verdict is not None
     assert verdict.latest(run, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hangs/1/verdict.json", "[]"),
+        ("hangs/1/verdict.json", "{}"),
+        ("attempt", "junk"),
+        ("heartbeat/rank0.json", "{"),
+    ],
+)
+def test_a_damaged_file_is_named(run: Path, tmp_path: Path, name: str, text: str) -> None:
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).write_text(text)
+    done = command(".", cwd=run)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert str(run / name) in done.stderr
+
+
+def test_links_are_not_read(run: Path, tmp_path: Path) -> None:
+    hang(run, "unknown-node")
+    (run / "hangs").rename(tmp_path / "hangs")
+    (run / "hangs").mkdir()
+    (run / "hangs" / "1").symlink_to(tmp_path / "hangs" / "1")
+    done = command(run, cwd=tmp_path)
+    assert (done.returncode, "hangs/1 is a link" in done.stderr) == (2, True), done.stderr
+
+
+def test_nobody_is_asked_where_no_rank_runs(run: Path, tmp_path: Path) -> None:
+    assert "no rank has given a heartbeat" in command(run, "--now", cwd=tmp_path).stderr
+    leave(run, *(pieces.beat(n, 4, "node1") for n in range(4)), *(pieces.end(n, 4, "n", status=0) for n in range(4)))
+    assert "all ranks of life 0 have ended" in command(run, "--now", cwd=tmp_path).stderr
+    (run / "result.json").write_text("{}")
+    assert "is complete" in command(run, "--now", cwd=tmp_path).stderr
+    assert not (run / "hangs").exists()

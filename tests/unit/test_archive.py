@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.errors import UserError
 from slurm import archive
+from slurm.redact import MASK, redact
 
 SECRETS = [
     "hf_" + "aB3" * 12,
@@ -25,6 +27,11 @@ NAMED = [
     ("password: correct-horse", "correct-horse"),
     ("Authorization: Bearer abcdefgh.ijkl", "abcdefgh.ijkl"),
     ("aws_secret_access_key = AbCdEfGh", "AbCdEfGh"),
+    ("DB_PWD=a,b c9", "c9"),
+    ("WANDB_KEY: 12", "12"),
+    ("X-Auth is ,x y7", "y7"),
+    ("run --password hunter2", "hunter2"),
+    ("https://user9@host", "user9"),
     ("https://user:pa55word@host/path", "pa55word"),
 ]
 KEPT = [
@@ -34,24 +41,28 @@ KEPT = [
     "the plan with sha256 886c0caff5dacca3886c0caff5dacca3886c0caff5dacca3886c0caff5dacca3",
     "/work/runs/Some-Long-Name-2031/code/prefix_train/checkpoint_of_a_run.py:132",
     "token: null",
+    "logical_tokens: 123",
+    "tokens per second: 5",
+    "tokenizer.json: missing",
+    "author: Me",
 ]
 
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_what_looks_like_a_key_is_masked(secret: str) -> None:
-    assert secret not in archive.redact(f"before {secret} after")
-    assert archive.redact(f"before {secret} after") == "before *** after"
+    assert secret not in redact(f"before {secret} after")
+    assert redact(f"before {secret} after") == "before *** after"
 
 
 @pytest.mark.parametrize(("line", "secret"), NAMED)
 def test_what_is_named_as_a_secret_is_masked(line: str, secret: str) -> None:
-    assert secret not in archive.redact(line)
-    assert archive.MASK in archive.redact(line)
+    assert secret not in redact(line)
+    assert MASK in redact(line)
 
 
 @pytest.mark.parametrize("line", KEPT)
 def test_what_explains_a_failure_stays(line: str) -> None:
-    assert archive.redact(line) == line
+    assert redact(line) == line
 
 
 def test_only_what_is_listed_goes_in(tmp_path: Path) -> None:
@@ -68,7 +79,9 @@ def test_only_what_is_listed_goes_in(tmp_path: Path) -> None:
     secret.write_text("elsewhere")
     (run / "logs" / "rank1.log").symlink_to(secret)
     (run / "logs" / "rank2.log").write_text("first\n" + "x" * 79 * (1 << 14) + "\nlast\n")
-    names = archive.write(run, tmp_path / "out.tar.gz", "the diagnosis\n")
+    (run / "logs" / "rank3.log").hardlink_to(secret)
+    names, links = archive.write(run, tmp_path / "out.tar.gz", "the diagnosis\n")
+    assert links == ["logs/rank1.log", "logs/rank3.log"]
     assert (tmp_path / "out.tar.gz").stat().st_mode & 0o777 == 0o600
     with tarfile.open(tmp_path / "out.tar.gz") as tar:
         texts = {entry.name: tar.extractfile(entry).read().decode() for entry in tar}  # type: ignore[union-attr]
@@ -80,5 +93,19 @@ def test_only_what_is_listed_goes_in(tmp_path: Path) -> None:
     assert not any(SECRETS[0] in text or "elsewhere" in text for text in texts.values())
     assert texts[f"{run.name}/logs/rank2.log"].startswith("... the first ")
     assert texts[f"{run.name}/logs/rank2.log"].endswith("last\n")
-    assert "code/slurm/x.py" in archive.write(run, tmp_path / "out.tar.gz", "", with_code=True)
+    assert "code/slurm/x.py" in archive.write(run, tmp_path / "code.tar.gz", "", with_code=True)[0]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("name", ["run/config.yaml", "run/new.tar.gz", "there", "no/x.tar.gz", "", "link/new.tar.gz"])
+def test_an_archive_overwrites_nothing_and_stays_out_of_the_run(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("mine")
+    (tmp_path / "there").write_text("mine")
+    (tmp_path / "link").symlink_to(run)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="--archive"):
+        archive.write(run, tmp_path / name, "")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (run / "config.yaml").read_text() == (tmp_path / "there").read_text() == "mine"
