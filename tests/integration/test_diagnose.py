@@ -17,7 +17,7 @@ import pytest
 from configs import compose, runfolder
 from configs.schema import SlurmConfig
 from prefix_train.heartbeat import Beat, End
-from slurm import diagnose, evidence, life, verdict, watch
+from slurm import alarms, diagnose, evidence, life, verdict, watch
 from slurm.policy import Life
 from slurm.watch import Watcher
 from tests.hangs import pieces, runs
@@ -241,3 +241,10 @@ def test_nobody_is_asked_where_no_rank_runs(run: Path, tmp_path: Path) -> None:
     (run / "result.json").write_text("{}")
     assert "is complete" in command(run, "--now", cwd=tmp_path).stderr
     assert not (run / "hangs").exists()
+
+
+@pytest.mark.parametrize("age_s", [1.0, 1000.0])
+def test_a_question_that_nobody_waits_for_does_not_block_the_next(run: Path, age_s: float) -> None:
+    asked = evidence.Alarm(0, "", -1, 0.0, 0.0, "somebody asked", time.time() - age_s)
+    assert alarms.raise_one(run, asked, inside=False) is not None
+    assert (alarms.raise_one(run, asked, inside=False) is None) == (age_s < alarms.ANSWER_S)
