@@ -46,7 +46,7 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 
 COMPLETE = re.compile(r"update-(\d{6,})")
-PACKAGES = ("torch", "transformers", "peft", "numpy", "safetensors")
+PACKAGES = ("transformers", "peft", "numpy", "safetensors")
 COMPUTING = ("seed", "engine", "model", "data", "pack", "adapter", "train", "memory")
 """Sections of the options that decide what is computed."""
 
@@ -327,7 +327,11 @@ def _facts(ranks: Ranks, config: Config) -> dict[str, Any]:
         "ranks": ranks.world,
         "threads": torch.get_num_threads(),
         "device": ranks.device.type,
-        "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in PACKAGES},
+            "torch": torch.__version__,  # with its build: one for CUDA and one for CPUs are declared alike
+        },
         "options": {name: options[name] for name in COMPUTING},
     }
 
