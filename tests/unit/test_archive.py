@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import tarfile
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from configs.errors import UserError
 from slurm import archive
-from slurm.redact import MASK, redact
+from slurm.redact import MASK, redact, redact_json
 
 SECRETS = [
     "hf_" + "aB3" * 12,
@@ -33,6 +35,11 @@ NAMED = [
     ("run --password hunter2", "hunter2"),
     ("https://user9@host", "user9"),
     ("https://user:pa55word@host/path", "pa55word"),
+    ("redis://:pa55word@host", "pa55word"),
+    ("see hf_shortAbc123 there", "shortAbc123"),
+    ('password: "correct horse battery staple"', "battery"),
+    ("cookie: session=abc; path=/", "session"),
+    ("passphrase: two words", "two"),
 ]
 KEPT = [
     "update 7/20  loss 0.1234  1,234 logical tokens/s",
@@ -60,9 +67,40 @@ def test_what_is_named_as_a_secret_is_masked(line: str, secret: str) -> None:
     assert MASK in redact(line)
 
 
+def test_what_stands_below_a_secrets_name_goes_with_it() -> None:
+    assert redact("password:\n  hunter2 below\nname: x") == "password:\nname: x"
+
+
 @pytest.mark.parametrize("line", KEPT)
 def test_what_explains_a_failure_stays(line: str) -> None:
     assert redact(line) == line
+
+
+def test_json_stays_json() -> None:
+    text = json.dumps({"name": "run", "hub_token": "abc", "argv": ["x", "--password", "pw"], "max_tokens": 7, "n": 1.5})
+    found = json.loads(redact_json(text))
+    assert found == {"name": "run", "hub_token": MASK, "argv": ["x", "--password", MASK], "max_tokens": 7, "n": 1.5}
+
+
+def test_names_in_an_archive_of_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("name: x\n")
+    monkeypatch.chdir(tmp_path / "run")
+    archive.write(Path("."), tmp_path / "out.tar.gz", "the diagnosis\n")
+    with tarfile.open(tmp_path / "out.tar.gz") as tar:
+        assert sorted(tar.getnames()) == ["run/config.yaml", "run/diagnosis.txt"]
+
+
+def test_an_archive_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(archive, "_add", fail)
+    with pytest.raises(UserError, match="no archive was written"):
+        archive.write(tmp_path / "run", tmp_path / "out.tar.gz", "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_only_what_is_listed_goes_in(tmp_path: Path) -> None:
