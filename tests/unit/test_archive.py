@@ -46,7 +46,7 @@ KEPT = [
     "max_example_tokens: 4096",
     "special_tokens: [a, b]",
     "the plan with sha256 886c0caff5dacca3886c0caff5dacca3886c0caff5dacca3886c0caff5dacca3",
-    "/work/runs/Some-Long-Name-2031/code/prefix_train/checkpoint_of_a_run.py:132",
+    "/scratch/runs/Some-Long-Name-2031/code/prefix_train/checkpoint_of_a_run.py:132",
     "token: null",
     "logical_tokens: 123",
     "tokens per second: 5",
