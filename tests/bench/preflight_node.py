@@ -186,7 +186,8 @@ class Node:
                 f"{n} 1 0:{n} / {point} rw - {kind} {source} rw\n" for n, (point, kind, source) in enumerate(rows, 1)
             ]
             (proc / "mountinfo").write_text("".join(lines))
-            (proc / "maps").write_text("")
+            if not (proc / "maps").is_symlink():
+                (proc / "maps").symlink_to("/proc/self/maps")
             own["PREFLIGHT_PROC"] = str(proc.parent)
         for port, (state, rate) in self.infiniband.items():
             device, _, number = port.partition("/")
