@@ -28,9 +28,9 @@ test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow and not gpu'
 
 test-all: test
-	$(BIN)/pytest -m 'slow and not gpu'
+	$(BIN)/pytest -m 'slow and not gpu and not cluster'
 
-# All jobs on the test cluster, those of `make test` included.
+# All jobs on the test cluster, those of `make test` included: half an hour.
 test-cluster: $(READY)
 	$(BIN)/pytest -m cluster
 
