@@ -246,7 +246,7 @@ class Row:
 def measure(name: str, case: Case, device: torch.device) -> dict[str, Any]:
     """One row."""
     ceiling = matrix_ceiling(device)
-    pins = kernels.use_pins()
+    pins = kernels.use_pins(dtype=case.config().model.dtype)
     compiled = kernels.compile_ahead(case.config(), device) if device.type == "cuda" else 0.0
     row = Row(name, case, device)
     weights = _allocated(device)
