@@ -26,7 +26,8 @@ from configs.console import run as run_app
 from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import End
-from slurm import acts, causes, life, memory, policy, presence, scheduler, verdict
+from slurm import acts, causes, launch, life, memory, policy, presence, scheduler, verdict
+from slurm.launch import Said
 from slurm.policy import Cause, Life
 from slurm.presence import Presence
 from slurm.scheduler import NoAnswer
@@ -79,6 +80,8 @@ def _judge(run: Path, srun_status: int, per_node: int | None, attempt: int) -> O
     silent = _silent(ends)
     if (srun_status or silent) and (fault := _unwritable(run)):
         return Outcome(srun_status or FAILED, f"failed: {fault}", "setup")
+    if srun_status and not ends and not any(beat.attempt == attempt for beat in heartbeat.read(run)):
+        return Outcome(srun_status, f"failed: no rank was started: srun ended with status {srun_status}", "launch")
     if srun_status:
         return Outcome(srun_status, f"failed: the ranks' launcher ended with status {srun_status}")
     if silent:
@@ -285,15 +288,29 @@ def _end(run: Path, outcome: str) -> tuple[Outcome, Life | None]:
     if int(status):
         wait_for_words(run, WORD_S + config.watch.poll_s)
     per_node = config.slurm.tasks_per_node if config.slurm.nodes > 1 else None
-    return decide(run, config, ask_slurm(run, conclude(run, int(status), per_node)))
+    return decide(run, config, ask_slurm(run, conclude(run, int(status), per_node), config.slurm.tasks_per_node))
 
 
-def ask_slurm(run: Path, ended: Outcome) -> Outcome:
+def ask_slurm(run: Path, ended: Outcome, per_node: int = 1) -> Outcome:
+    """What Slurm knows besides: why ranks, `per_node` on each, were not started; which memory limit ended one."""
+    log = run / runfolder.LOGS / f"job-{os.environ['SLURM_JOB_ID']}.log"
+    if ended.cause == "launch":
+        return _not_started(ended, launch.read(log), per_node, life.read(run))
+    return _over_memory(ended, log)
+
+
+def _not_started(ended: Outcome, said: Said, per_node: int, lives: Sequence[Life]) -> Outcome:
+    """`ended` with what srun said, and the ranks of the nodes that it named."""
+    named = [index for index, node in enumerate(lives[-1].nodes if lives else ()) if node in said.nodes]
+    ranks = tuple(rank for index in named for rank in range(index * per_node, (index + 1) * per_node))
+    return ended._replace(line=f"{ended.line}{': ' if said.line else ''}{said.line}", ranks=ranks)
+
+
+def _over_memory(ended: Outcome, log: Path) -> Outcome:
     """A rank that was killed may have been over the memory that Slurm gave the job: no fault of its node."""
     if ended.cause != "died" or ended.status != 128 + signal.SIGKILL:
         return ended
-    job = scheduler.job_id(os.environ)
-    said = memory.ended_by_slurm(run / runfolder.LOGS / f"job-{os.environ['SLURM_JOB_ID']}.log", job)
+    said = memory.ended_by_slurm(log, scheduler.job_id(os.environ))
     if said is None:
         return ended
     known = said.startswith(memory.SAID)

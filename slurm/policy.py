@@ -20,6 +20,7 @@ Cause = Literal[
     "hang",  # a watcher found the run stuck
     "died",  # a signal ended a rank
     "unwatched",  # no watcher started on a node
+    "launch",  # no rank was started
     "network",  # every rank has reported, and all they report is lost connections
     "straggler",  # a watcher found the run held up by a rank that is much slower than the others
     "gate",  # preflight found nodes unfit
@@ -32,7 +33,7 @@ Cause = Literal[
 ]
 CAUSES: tuple[str, ...] = get_args(Cause)
 
-FAILURES = frozenset({"node", "hang", "died", "unwatched", "network", "straggler"})
+FAILURES = frozenset({"node", "hang", "died", "unwatched", "launch", "network", "straggler"})
 """Causes that may lie outside the run, and that count against `slurm.max_requeues`."""
 PASSING = frozenset({"network", "straggler"})
 """Failures that often pass by themselves: no node is left out until the same happens again."""

@@ -3,6 +3,8 @@
 A rank that nobody watches hangs until its time is up. So a watcher that never starts ends the job before it has cost
 anything. One that dies later does not: what is trained is the same without it, a hang over several nodes is seen by
 the watchers of the others, and the time limit is left. It is said in the rank's log and in the job's last line.
+
+The ranks' step begins when all watchers have spoken: a node that launches two steps at a time has failed at one.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+import typer
 
 from configs import runfolder
+from configs.compose import from_run
+from configs.console import make_app
+from configs.console import run as run_app
 
 BEAT_S = 10.0
 """A watcher says this often that it is still there."""
@@ -61,6 +67,12 @@ def wait(run: Path, node: int, seconds: float) -> bool:
     return True
 
 
+def wait_for_all(run: Path, nodes: int, seconds: float) -> list[int]:
+    """Wait for the watchers of all `nodes`; those that did not come."""
+    until = time.monotonic() + seconds
+    return [node for node in range(nodes) if not wait(run, node, max(until - time.monotonic(), 0.0))]
+
+
 def check(run: Path, node: int) -> bool:
     """Whether the watcher of this very node, `node`, runs no more; the first time it is written down.
 
@@ -95,3 +107,20 @@ def _write(run: Path, presence: Presence) -> None:
 
 def _path(run: Path, node: int) -> Path:
     return run / runfolder.HEARTBEAT / f"watch{node}.json"
+
+
+app = make_app(
+    "Wait for a job's watchers. Called by the job, not by people. Example: python -m slurm.presence runs/demo-1"
+)
+
+
+@app.command()
+def main(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> int:
+    """Wait for every node's watcher, `watch.start_s` at most: what follows when one does not come is for its ranks."""
+    config = from_run(run)
+    wait_for_all(run, config.slurm.nodes, config.watch.start_s)
+    return 0
+
+
+if __name__ == "__main__":
+    run_app(app)

@@ -173,6 +173,7 @@ def _setup(config: Config, run: Path) -> Iterator[str]:
     # srun tells how the watchers ended when the job's last line may be out: not in the job's log.
     said = f'>>"$PREFIX_TRAIN_RUN/{runfolder.LOGS}/watch-$SLURM_JOB_ID.log" 2>&1'
     yield f"{watch} {_line(acts.command('slurm.watch', str(run)), run)} {said} &"
+    yield _line(acts.command("slurm.presence", str(run)), run)
 
 
 def _folder(run: Path) -> str:

@@ -43,6 +43,7 @@ timeout --kill-after=10 480 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus
 timeout --kill-after=10 180 srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight collectives "$PREFIX_TRAIN_RUN"
 "$PREFIX_TRAIN_PYTHON" -m preflight judge "$PREFIX_TRAIN_RUN" --ranks 16 --nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" || { "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" gate:1; exit 78; }
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mem=0 '--output=/runs/it'"'"'s a-20260101-000000-abcdef/logs/watch-%j-%n.log' --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m slurm.watch "$PREFIX_TRAIN_RUN" >>"$PREFIX_TRAIN_RUN/logs/watch-$SLURM_JOB_ID.log" 2>&1 &
+"$PREFIX_TRAIN_PYTHON" -m slurm.presence "$PREFIX_TRAIN_RUN"
 
 # command
 export SUBMITIT_EXECUTOR=slurm

@@ -19,8 +19,10 @@ from tests.standins import ROOT, submit_command
 
 HERE = Path(__file__).parent
 
-QUICK = ("watch.poll_s=0.2", "watch.floor_s=3", "watch.first_update_s=3", "watch.sample_gap_s=0.5", "slurm.mem=2000M")
-"""Deadlines short enough for tests, and memory for several jobs on a node."""
+QUICK = ("watch.poll_s=0.2", "watch.floor_s=30", "watch.first_update_s=60", "watch.sample_gap_s=0.5", "slurm.mem=2000M")
+"""Memory for several jobs on a node; and the nodes share few cores: no rank is called stuck because of that."""
+SHARP = ("watch.floor_s=3", "watch.first_update_s=3")
+"""Deadlines for ranks that are to be found stuck."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Job:
     def last_line(self) -> str:
         return self.log.splitlines()[-1]
 
-    def end(self, state: str, seconds: float = 240) -> None:
+    def end(self, state: str, seconds: float = 600) -> None:
         """Wait for the job's end, which is to be in `state`."""
         found = self.lab.wait_end(self.id, seconds)
         assert found == state, f"{found}\n{self.log}"
@@ -54,11 +56,11 @@ class Job:
     def lives(self) -> list[Life]:
         return life.read(self.run)
 
-    def wait_update(self, update: int, attempt: int = 0, seconds: float = 120) -> None:
+    def wait_update(self, update: int, attempt: int = 0, seconds: float = 300) -> None:
         """Wait until life `attempt` has come to `update`."""
         self.wait(lambda: life.reached(self.run, attempt) >= update, f"update {update}", seconds)
 
-    def wait_life(self, attempt: int, seconds: float = 120) -> None:
+    def wait_life(self, attempt: int, seconds: float = 300) -> None:
         self.wait(lambda: len(self.lives) > attempt, f"life {attempt}", seconds)
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float) -> None:

@@ -167,7 +167,7 @@ def test_killed_rank_leaves_its_node_out_and_the_same_failure_again_ends_the_job
 @pytest.mark.slow
 def test_r44_hung_ranks_are_ended_from_outside_and_the_job_begins_again(lab: Lab, clone: Path) -> None:
     """All ranks wait in C at update 2, where no Python signal handler runs."""
-    job = jobs.start(lab, clone, "model.build.do=wait")
+    job = jobs.start(lab, clone, "model.build.do=wait", *jobs.SHARP)
     job.end("FAILED")
     assert job.status == 79
     assert [(life.cause, life.update) for life in job.lives] == [("hang", 2), ("hang", 2)]
@@ -182,7 +182,7 @@ def test_r44_fails_without_fix(lab: Lab, clone: Path, tmp_path: Path) -> None:
     no_watcher = (
         f'srun() {{ case $* in *slurm.watch*) {idle};; *) command srun "$@";; esac; }}; export PREFIX_TRAIN_RUN'
     )
-    job = jobs.start(lab, clone, "model.build.do=wait", f"slurm.setup=['{no_watcher}']")
+    job = jobs.start(lab, clone, "model.build.do=wait", *jobs.SHARP, f"slurm.setup=['{no_watcher}']")
     job.wait_update(2)
     lab.run("scancel", "--signal=USR2", job.id)
     with pytest.raises(LabError):
@@ -393,7 +393,7 @@ def test_elements_of_an_array_live_and_end_by_themselves(lab: Lab, clone: Path) 
 
 @pytest.mark.slow
 def test_node_whose_network_falls_silent_is_left_out(lab: Lab, clone: Path) -> None:
-    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=40")
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=40", *jobs.SHARP)
     job.wait_update(3)
     lab.node_cut("node2")
     job.wait_life(1)
@@ -405,7 +405,7 @@ def test_node_whose_network_falls_silent_is_left_out(lab: Lab, clone: Path) -> N
 
 @pytest.mark.slow
 def test_stopped_rank_is_named_and_its_node_left_out(lab: Lab, clone: Path) -> None:
-    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25")
+    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25", *jobs.SHARP)
     job.wait_update(5)
     (pid,) = lab.processes("node2", "slurm.rank")
     lab.inside("kill", "-STOP", pid, node="node2")

@@ -150,6 +150,35 @@ def test_slurm_tells_of_its_own_limits(run: Path, monkeypatch: pytest.MonkeyPatc
     assert finish.ask_slurm(run, raised) is raised
 
 
+LAUNCH = """failed: rank 1 on node1 raised E in update 3: Task launch failed on node node1: no
+srun: error: slurm_receive_msgs: [[node9]:6818] failed: Zero Bytes were transmitted or received
+slurmstepd: error: *** JOB 17 ON node1 CANCELLED AT 2026-11-30T08:00:00 DUE TO PREEMPTION ***
+srun: error: slurm_receive_msgs: [[node3]:6818] failed: Zero Bytes were transmitted or received
+srun: error: Task launch for StepId=17.9 failed on node node3: Zero Bytes were transmitted or received
+srun: error: Application launch failed: Zero Bytes were transmitted or received
+"""
+
+
+def test_ranks_that_could_not_be_launched_are_a_cause_of_their_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As seen on a cluster: what stopped was called unknown, and the job did not come back."""
+    life.begin(run, 0)
+    life.write(run, policy.Life(0, "17", ("node1", "node2", "node3")))
+    log = run / "logs" / "job-17.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text(LAUNCH)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    found = finish.conclude(run, 141, per_node=2)
+    assert (found.status, found.cause) == (141, "launch")
+    told = finish.ask_slurm(run, found, per_node=2)
+    assert told.ranks == (4, 5)
+    assert told.line.startswith("failed: no rank was started: srun ended with status 141: Task launch for StepId=17.9 ")
+    assert policy.decide([policy.Life(0, "17", ("node1", "node3"), "launch", 0, ("node3",))], 1, False).again
+    log.unlink()
+    assert finish.ask_slurm(run, found) == found
+    heartbeat.Heartbeat(run, 0, 2).phase("load")
+    assert finish.conclude(run, 141, per_node=2).cause == "unknown"
+
+
 def test_where_nobody_can_tell_of_memory_that_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise NoAnswer("sacct: not found")
