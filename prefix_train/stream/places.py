@@ -1,0 +1,84 @@
+"""Which tensor of a model lies where in a store: known from the model's shape alone, before a weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from configs.errors import UserError
+from prefix_train import anatomy
+from prefix_train.stream import nf4
+from prefix_train.stream.manifest import HEADER, BlockFile, PartSpec, Stored, Weights, aligned
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How weights are stored. dtype: of every tensor once it is read. double_quant: also the scales in 8 bits."""
+
+    weights: Weights
+    dtype: torch.dtype
+    double_quant: bool = False
+
+
+def place(model: PreTrainedModel, choice: Choice) -> tuple[BlockFile, ...]:
+    """The files of a store for `model`, which may be on the meta device, in the order of the forward pass; no hashes.
+
+    Raises UserError for a parameter or buffer that belongs to no file.
+    """
+    names = _modules(model)
+    left = set(model.state_dict()) - (
+        {f"{anatomy.name_of(model.get_output_embeddings(), model)}.weight"} & _tied(model)
+    )
+    blocks = []
+    for name, module in names.items():
+        tensors = dict(module.state_dict())
+        prefix = anatomy.name_of(module, model)
+        linear = _linears(module) if name.startswith("block.") else set()
+        blocks.append(_file(name, prefix, tensors, linear, choice))
+        left -= {f"{prefix}.{tensor}" for tensor in tensors}
+    if left:
+        raise UserError(f"{type(model).__name__}: {min(left)} belongs to no part that can be streamed")
+    return tuple(blocks)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Is the head the embedding's own weight?"""
+    return bool(_tied(model))
+
+
+def _tied(model: PreTrainedModel) -> set[str]:
+    head = model.get_output_embeddings()
+    tied = model.get_input_embeddings().weight is head.weight
+    return {f"{anatomy.name_of(head, model)}.weight"} if tied else set()
+
+
+def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules that become files, by the files' names."""
+    found = anatomy.find(model)
+    vision = {"vision": found.vision} if found.vision is not None else {}
+    layers = {f"block.{index}": layer for index, layer in enumerate(found.layers)}
+    head = {} if _tied(model) else {"head": found.head}
+    return {"embedding": model.get_input_embeddings(), **vision, **layers, "final_norm": found.decoder.norm, **head}
+
+
+def _linears(layer: nn.Module) -> set[str]:
+    return {f"{name}.weight" for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+
+
+def _file(name: str, module: str, tensors: dict[str, torch.Tensor], linear: set[str], choice: Choice) -> BlockFile:
+    end, stored = HEADER, []
+    for tensor, value in tensors.items():
+        shape = tuple(value.shape)
+        nf4_here = choice.weights == "nf4" and tensor in linear
+        shapes = nf4.part_shapes(shape, choice.double_quant) if nf4_here else {"data": (choice.dtype, shape)}
+        parts = {}
+        for part, (dtype, part_shape) in shapes.items():
+            offset = aligned(end)
+            parts[part] = PartSpec(offset, prod(part_shape) * dtype.itemsize, dtype, part_shape)
+            end = offset + parts[part].nbytes
+        stored.append(Stored(tensor, shape, choice.dtype, "nf4" if nf4_here else "plain", parts))
+    return BlockFile(name, module, aligned(end), "", tuple(stored))
