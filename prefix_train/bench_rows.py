@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import configs
+import prefix_train
 from configs import runfolder
 from configs.errors import UserError
+from configs.schema import Config
 
 GATE = "gate"
+
+COMPARED = ("geometry", "prefix", "continuations", "length", "layers", "overrides")
+"""What two rows' cases must have in common for one to be set against the other."""
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -32,11 +41,35 @@ def write(out: Path, found: dict[str, Any]) -> None:
         raise UserError(f"--out {out} cannot be written: {error.strerror}") from error
 
 
+def gated(geometry: str, config: Config) -> dict[str, Any]:
+    """What a gate that has passed holds for: these sources, this torch, this model and adapter and its kernels."""
+    sources = hashlib.sha256()
+    for package in (configs, prefix_train):
+        folder = Path(next(iter(package.__path__)))
+        for path in sorted(folder.rglob("*.py")):
+            sources.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    model = {name: value for name, value in asdict(config.model).items() if name != "build"}
+    memory = {name: value for name, value in asdict(config.memory).items() if name != "offload"}
+    parts = {"model": model, "adapter": asdict(config.adapter), "memory": memory}
+    return {"geometry": geometry, "sources": sources.hexdigest(), "torch": version("torch"), **parts}
+
+
+def add(found: dict[str, Any], measured: dict[str, Any]) -> None:
+    """Put a row, or what there is of it so far, in the place of the same one, and draw the ratios anew."""
+    same = (measured["row"], measured.get("case"))
+    found["rows"] = [*(old for old in found["rows"] if (old["row"], old.get("case")) != same), measured]
+    found["ratios"] = ratios(found["rows"])
+
+
+def _whole(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if not row.get("partial")]
+
+
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the pack saves, for each case of which the pack and something beside it were measured."""
     found = []
-    for packed in (row for row in rows if row["row"] == "packed"):
-        beside = {row["row"]: row for row in rows if row["case"] == packed["case"]}
+    for packed in (row for row in _whole(rows) if row["row"] == "packed"):
+        beside = {row["row"]: row for row in _whole(rows) if _compared(row) == _compared(packed)}
         ratio: dict[str, Any] = {"case": packed["case"]}
         if alone := beside.get("standalone"):
             ratio["standalone"] = alone["all_s"] / packed["median_s"]
@@ -47,10 +80,14 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def _compared(row: dict[str, Any]) -> list[Any]:
+    return [row["case"].get(name) for name in COMPARED]
+
+
 def text(found: dict[str, Any]) -> str:
     """The figures for a person."""
     lines = []
-    for row in found["rows"]:
+    for row in _whole(found["rows"]):
         case, memory = row["case"], row["memory"]
         lines.append(
             f"{row['row']:<11} {case['layers'] or 'all'} layers, {case['prefix']:,} + {case['continuations']} x "
@@ -62,6 +99,9 @@ def text(found: dict[str, Any]) -> str:
         )
         if memory.get("copying_hidden") is not None:
             lines[-1] += f"; {memory['copying_hidden']:.1%} of the copying behind computing"
+        if memory.get("predicted_peak_gib") and memory["peak_allocated_gib"]:
+            off = memory["peak_allocated_gib"] / memory["predicted_peak_gib"] - 1
+            lines[-1] += f"; peak in all {off:+.1%} of what was predicted"
     for ratio in found.get("ratios", []):
         shown = {"standalone": "the examples alone", "flex": "FlexAttention"}
         lines += [f"{ratio[name]:.2f} times the pack: {what}" for name, what in shown.items() if name in ratio]

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 
 from configs import compose, kernel_pins, runfolder
-from prefix_train import bench_pack, kernels, verify
+from prefix_train import bench_gate, bench_measure, bench_pack, kernels
 
 PERIOD = Path(__file__).parents[1] / "data" / "period-27b.yaml"
 """One period of the 27B geometry: three Gated DeltaNet layers and one of attention."""
-GATE = verify.Bounds(mean_loss=2e-4, example_mean=7e-3, example_max=4e-2, gradient=None)
 
 
 @dataclass
@@ -93,7 +92,7 @@ def case(shape: tuple[int, int, int]) -> bench_pack.Case:
 def gate(shape: tuple[int, int, int]) -> dict[str, Any]:
     """Losses of packs and of transformers' own model over 64 examples, bfloat16, the geometry's head sizes."""
     kernels.use_pins()
-    return bench_pack._agreement(case(shape).config(), "bfloat16", torch.device("cuda", 0), GATE)
+    return bench_gate.agreement(case(shape).config(), "bfloat16", torch.device("cuda", 0))
 
 
 def updates(shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -102,9 +101,9 @@ def updates(shape: tuple[int, int, int]) -> dict[str, Any]:
     said = kernels.use_pins()
     imported = time.monotonic() - began
     compiling = kernels.compile_ahead(case(shape).config(), device)
-    row = bench_pack.Row("packed", case(shape), device)
+    row = bench_measure.Row("packed", case(shape), device)
     with kernels.watched() as launches:
-        seconds = [bench_pack.seconds(row.run, device) for _ in range(3)]
+        seconds = [bench_measure.seconds(row.run, device) for _ in range(3)]
     return {"pins": said, "import_s": round(imported, 2), "compile_s": round(compiling, 2),
             "updates_s": [round(each, 2) for each in seconds], "searches": sum(launches.searches.values()),
             "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 1)}  # fmt: skip
