@@ -1,90 +1,230 @@
-"""Makes a store: one file after the other, one tensor after the other, so that no model is ever in memory whole."""
+"""Makes a store: one file after the other, one tensor after the other, so that no model is ever in memory whole.
+
+A build that was killed goes on where it was: a file gets its name when it is complete. What an unfinished store is
+made of stands in `building.json`, which goes when the manifest has come.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs import runfolder
+from configs.errors import UserError
 from prefix_train.stream import manifest as manifests
-from prefix_train.stream import nf4, places
-from prefix_train.stream.manifest import HEADER, BlockFile, Manifest, Stored
-from prefix_train.stream.places import Choice
-from prefix_train.stream.store import Store, header
+from prefix_train.stream import places, sources
+from prefix_train.stream.manifest import HEADER, BlockFile, Manifest, PartSpec
+from prefix_train.stream.places import Choice, Parts
+from prefix_train.stream.sources import Source
+from prefix_train.stream.store import Store
 
-Read = Callable[[str], Tensor]
-"""A parameter's weight, by its full name in the model."""
+BUILDING = "building.json"
+
+FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "files may not be as large",
+}
+
+Progress = Callable[[BlockFile, bool], None]
+"""Is told of each file of the store that is there, and whether it was there before."""
 
 
 def from_model(model: PreTrainedModel, folder: Path, choice: Choice) -> Store:
     """A store of a model that is in memory. Raises UserError as `build` does."""
-    state = model.state_dict()
-    return write(model, state.__getitem__, folder, choice, {"kind": "memory"})
+    return build(sources.of_model(model, {"kind": "memory"}), folder, choice)
 
 
-def write(
-    model: PreTrainedModel,
-    read: Read,
-    folder: Path,
-    choice: Choice,
-    source: dict[str, Any],
-    notes: tuple[str, ...] = (),
-) -> Store:
-    """The store of `model`, which may be on the meta device, with the weights that `read` gives."""
+def build(source: Source, folder: Path, choice: Choice, progress: Progress = lambda block, before: None) -> Store:
+    """The store of `source` in `folder`, which is new, or holds this very store, finished or not.
+
+    Raises UserError where it holds anything else, another process builds it, or the disk cannot hold it.
+    """
+    blocks = places.place(source.model, choice)
     folder.mkdir(parents=True, exist_ok=True)
-    blocks = tuple(_write_block(folder, block, read) for block in places.place(model, choice))
-    made = Manifest(
+    planned = Manifest(
         manifests.FORMAT,
-        model.config.to_dict(),
+        json.loads(source.model.config.to_json_string(use_diff=False)),
         choice.dtype,
         choice.weights,
         choice.double_quant,
-        places.is_tied(model),
-        source,
-        notes,
+        places.tied(source.model) is not None,
+        json.loads(json.dumps(source.identity)),
+        source.notes,
         blocks,
     )
-    runfolder.write_aside(folder / manifests.NAME, lambda stream: stream.write(manifests.encode(made)))
+    if (folder / manifests.NAME).exists():
+        return _finished(folder, planned)
+    with _unfinished(folder, planned, source.stamp):
+        written = _write_blocks(folder, blocks, source, progress)
+        made = manifests.encode(replace(planned, blocks=written))
+        with _room(folder, manifests.NAME, len(made)):
+            runfolder.write_aside(folder / manifests.NAME, lambda stream: stream.write(made))
     return Store.open(folder)
 
 
-def _write_block(folder: Path, block: BlockFile, read: Read) -> BlockFile:
-    whole, tensors = hashlib.sha256(), []
+def _finished(folder: Path, planned: Manifest) -> Store:
+    """The store that is in `folder` already. UserError unless it is the planned one."""
+    store = Store.open(folder)
+    if _without_hashes(store.manifest) != planned:
+        raise UserError(f"{folder} is a store of another model or in another form: remove it, or give another folder")
+    return store
+
+
+def _without_hashes(manifest: Manifest) -> Manifest:
+    def bare(block: BlockFile) -> BlockFile:
+        tensors = (
+            replace(stored, parts={name: replace(part, sha256="") for name, part in stored.parts.items()})
+            for stored in block.tensors
+        )
+        return replace(block, sha256="", tensors=tuple(tensors))
+
+    return replace(manifest, sha256="", blocks=tuple(bare(block) for block in manifest.blocks))
+
+
+@contextmanager
+def _unfinished(folder: Path, planned: Manifest, stamp: tuple[Any, ...]) -> Iterator[None]:
+    """Holds `folder` for this build alone, and says in it what is built there until that is finished."""
+    note, lock = folder / BUILDING, folder / "building.lock"
+    with lock.open("a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder}: another process is building a store there: wait for it, or end it") from error
+        text = json.dumps({"manifest": json.loads(manifests.encode(planned)), "stamp": stamp})
+        if not note.exists():
+            if found := sorted(path.name for path in folder.iterdir() if path != lock and path.name[0] != "."):
+                lock.unlink()
+                raise UserError(f"{folder} holds {found[0]} and is no store: give a new folder")
+            with _room(folder, note.name, len(text)):
+                runfolder.write_text(note, text)
+        elif note.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"{folder} holds an unfinished store of another model or in another form, or the model's files have "
+                "changed since: remove it, or give another folder"
+            )
+        for stray in folder.glob(".*"):
+            stray.unlink()  # what a killed build was writing
+        yield
+        note.unlink()
+        lock.unlink()
+
+
+def _write_blocks(
+    folder: Path, blocks: tuple[BlockFile, ...], source: Source, progress: Progress
+) -> tuple[BlockFile, ...]:
+    there = {block.name: found for block in blocks if (found := _complete(folder, block)) is not None}
+    needed = sum(block.nbytes for block in blocks if block.name not in there)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(f"{folder}: the store needs {needed:,} bytes more, and {free:,} are free on its disk")
+    write = partial(_write_block, folder, parts_of=source.parts)
+    missing = [block for block in blocks if block.name not in there]
+    written = _in_order(write, missing, source.workers)
+    made = []
+    for block in blocks:
+        made.append(there[block.name] if block.name in there else next(written))
+        progress(made[-1], block.name in there)
+    return tuple(made)
+
+
+def _in_order(write: Callable[[BlockFile], BlockFile], blocks: list[BlockFile], workers: int) -> Iterator[BlockFile]:
+    if workers == 1:
+        yield from map(write, blocks)
+        return
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(write, blocks)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _complete(folder: Path, block: BlockFile) -> BlockFile | None:
+    """`block` with its hashes, if its file is there and whole by what its header says; none if not."""
     path = folder / block.file
-    with path.open("wb") as file:
-        file.write(bytes(HEADER))
-        for stored in block.tensors:
-            parts = {}
-            for name, value in _parts(stored, read(f"{block.module}.{stored.name}"), block).items():
-                part = stored.parts[name]
-                padding, data = bytes(part.offset - file.tell()), as_bytes(value)
-                for piece in (padding, data):
-                    file.write(piece)
-                    whole.update(piece)
-                parts[name] = replace(part, sha256=hashlib.sha256(data).hexdigest())
-            tensors.append(replace(stored, parts=parts))
-        padding = bytes(block.nbytes - file.tell())
-        file.write(padding)
-        whole.update(padding)
+    if not path.exists() or path.stat().st_size != block.nbytes:
+        return None
+    with path.open("rb") as file:
+        found = _hashed(block, lambda part: _digest(file, part))
         file.seek(0)
-        file.write(header(whole.hexdigest()))
-    return replace(block, sha256=whole.hexdigest(), tensors=tuple(tensors))
+        return found if file.read(HEADER) == manifests.header(found.sha256) else None
 
 
-def _parts(stored: Stored, weight: Tensor, block: BlockFile) -> dict[str, Tensor]:
-    weight = weight.detach().to(stored.dtype)
-    if stored.weights == "plain":
-        return {"data": weight}
-    return nf4.quantise(weight, "offset" in stored.parts)
+def _digest(file: BinaryIO, part: PartSpec) -> str:
+    file.seek(part.offset)
+    found, left = hashlib.sha256(), part.nbytes
+    while piece := file.read(min(left, 1 << 24)):
+        found.update(piece)
+        left -= len(piece)
+    return found.hexdigest()
+
+
+def _hashed(block: BlockFile, digest: Callable[[PartSpec], str]) -> BlockFile:
+    """`block` with the hash that `digest` gives for each part, which it is asked for in their order."""
+    tensors = tuple(
+        replace(stored, parts={name: replace(part, sha256=digest(part)) for name, part in stored.parts.items()})
+        for stored in block.tensors
+    )
+    whole = replace(block, tensors=tensors)
+    return replace(whole, sha256=manifests.block_hash(part for _, _, part in whole.parts))
+
+
+def _write_block(folder: Path, block: BlockFile, parts_of: Parts) -> BlockFile:
+    """Write the file of `block` aside and give it its name; returns the block with its hashes."""
+    made: list[BlockFile] = []
+    with _room(folder, block.name, block.nbytes):
+        runfolder.write_aside(folder / block.file, lambda file: made.append(_fill(file, block, parts_of)))
+    return made[0]
+
+
+def _fill(file: BinaryIO, block: BlockFile, parts_of: Parts) -> BlockFile:
+    file.write(bytes(HEADER))
+    digests = {}
+    for stored in block.tensors:
+        values = parts_of(block, stored)
+        for name, part in stored.parts.items():
+            if (values[name].dtype, tuple(values[name].shape)) != (part.dtype, part.shape):
+                raise AssertionError(f"{block.name}: {stored.name}: {name} is not what was planned")
+            data = as_bytes(values[name])
+            file.write(bytes(part.offset - file.tell()))
+            file.write(data)
+            digests[part.offset] = hashlib.sha256(data).hexdigest()
+    file.write(bytes(block.nbytes - file.tell()))
+    hashed = _hashed(block, lambda part: digests[part.offset])
+    file.seek(0)
+    file.write(manifests.header(hashed.sha256))
+    return hashed
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes, untouched: never read through a float type, which may rewrite a NaN."""
+    """The tensor's bytes as they are: never read through a float type, which may rewrite a NaN."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def _room(folder: Path, what: str, nbytes: int) -> Iterator[None]:
+    """Turns a full disk into one line that says what did not fit. What was being written is gone, the rest is kept."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        free = shutil.disk_usage(folder).free
+        raise UserError(
+            f"{folder}: {FULL[error.errno]}: {what} has {nbytes:,} bytes, {free:,} are free ({error.strerror}); "
+            "make room and run the same command again: finished files are kept"
+        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -22,7 +23,7 @@ ALIGNMENT = 64
 
 MAGIC = b"prefix-train/1\0\0"
 HEADER = 64
-"""A file begins with MAGIC and the sha256 of all that follows its header: so a foreign file is known at sight."""
+"""A file begins with MAGIC and the block's hash: so another store's file is known at sight."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
 
@@ -38,6 +39,7 @@ class PartSpec:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sha256: str = ""
+    """Of these bytes; empty before they are written."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,8 @@ class BlockFile:
     """One file of the store: the tensors below one module of the model.
 
     name: `embedding`, `block.0` and on, `final_norm`, `head` (not where it is tied to the embedding), `vision`.
-    module: the module's name in the model; `<module>.<tensor's name>` is the parameter's. sha256: of all bytes that
-    follow the header.
+    module: the module's name in the model; `<module>.<tensor's name>` is the parameter's. sha256: of its parts'
+    hashes, one after the other; the header repeats it. The bytes between the parts are zeros.
     """
 
     name: str
@@ -74,6 +76,13 @@ class BlockFile:
     nbytes: int
     sha256: str
     tensors: tuple[Stored, ...]
+
+    @property
+    def parts(self) -> Iterator[tuple[Stored, str, PartSpec]]:
+        """All parts of all tensors, as they lie in the file, each with its tensor and its name."""
+        for stored in self.tensors:
+            for name, part in stored.parts.items():
+                yield stored, name, part
 
     @property
     def file(self) -> str:
@@ -131,6 +140,16 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
+def block_hash(parts: Iterable[PartSpec]) -> str:
+    """Hash of a block from its parts' hashes."""
+    return hashlib.sha256(b"".join(bytes.fromhex(part.sha256) for part in parts)).hexdigest()
+
+
+def header(sha256: str) -> bytes:
+    """The first bytes of a block's file."""
+    return (MAGIC + bytes.fromhex(sha256)).ljust(HEADER, b"\0")
+
+
 def aligned(nbytes: int) -> int:
     """`nbytes` and the padding behind it."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -141,12 +160,11 @@ def _check_places(path: Path, block: BlockFile) -> None:
     if re.fullmatch(r"[a-z_]+(\.\d+)?", block.name) is None:
         raise UserError(f"{path}: {block.name!r} is no block's name")
     end = HEADER
-    for stored in block.tensors:
-        for name, part in stored.parts.items():
-            fits = part.nbytes == prod(part.shape) * part.dtype.itemsize and part.offset == aligned(end)
-            end = part.offset + part.nbytes
-            if not fits or end > block.nbytes:
-                raise UserError(f"{path}: {block.name}: {stored.name}: {name} at offset {part.offset} has no place")
+    for stored, name, part in block.parts:
+        fits = part.nbytes == prod(part.shape) * part.dtype.itemsize and part.offset == aligned(end)
+        end = part.offset + part.nbytes
+        if not fits or end > block.nbytes:
+            raise UserError(f"{path}: {block.name}: {stored.name}: {name} at offset {part.offset} has no place")
 
 
 def _json(manifest: Manifest) -> bytes:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.errors import UserError
 from prefix_train import anatomy
 from prefix_train.stream import nf4
 from prefix_train.stream.manifest import HEADER, BlockFile, PartSpec, Stored, Weights, aligned
+
+Parts = Callable[[BlockFile, Stored], nf4.Parts]
+"""Gives the parts of one tensor of one file, dtypes and shapes as its `Stored` says."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,9 @@ def place(model: PreTrainedModel, choice: Choice) -> tuple[BlockFile, ...]:
 
     Raises UserError for a parameter or buffer that belongs to no file.
     """
-    names = _modules(model)
-    left = set(model.state_dict()) - (
-        {f"{anatomy.name_of(model.get_output_embeddings(), model)}.weight"} & _tied(model)
-    )
+    left = set(model.state_dict()) - set((tied(model) or ("", ""))[1:])
     blocks = []
-    for name, module in names.items():
+    for name, module in _modules(model).items():
         tensors = dict(module.state_dict())
         prefix = anatomy.name_of(module, model)
         linear = _linears(module) if name.startswith("block.") else set()
@@ -45,15 +46,12 @@ def place(model: PreTrainedModel, choice: Choice) -> tuple[BlockFile, ...]:
     return tuple(blocks)
 
 
-def is_tied(model: PreTrainedModel) -> bool:
-    """Is the head the embedding's own weight?"""
-    return bool(_tied(model))
-
-
-def _tied(model: PreTrainedModel) -> set[str]:
-    head = model.get_output_embeddings()
-    tied = model.get_input_embeddings().weight is head.weight
-    return {f"{anatomy.name_of(head, model)}.weight"} if tied else set()
+def tied(model: PreTrainedModel) -> tuple[str, str] | None:
+    """The embedding's and the head's weight by name, where the two are one; none where they are not."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:
+        return None
+    return f"{anatomy.name_of(embedding, model)}.weight", f"{anatomy.name_of(head, model)}.weight"
 
 
 def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -61,7 +59,7 @@ def _modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     found = anatomy.find(model)
     vision = {"vision": found.vision} if found.vision is not None else {}
     layers = {f"block.{index}": layer for index, layer in enumerate(found.layers)}
-    head = {} if _tied(model) else {"head": found.head}
+    head = {} if tied(model) else {"head": found.head}
     return {"embedding": model.get_input_embeddings(), **vision, **layers, "final_norm": found.decoder.norm, **head}
 
 
@@ -69,7 +67,7 @@ def _linears(layer: nn.Module) -> set[str]:
     return {f"{name}.weight" for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _file(name: str, module: str, tensors: dict[str, torch.Tensor], linear: set[str], choice: Choice) -> BlockFile:
+def _file(name: str, module: str, tensors: dict[str, Tensor], linear: set[str], choice: Choice) -> BlockFile:
     end, stored = HEADER, []
     for tensor, value in tensors.items():
         shape = tuple(value.shape)
@@ -82,3 +80,22 @@ def _file(name: str, module: str, tensors: dict[str, torch.Tensor], linear: set[
             end = offset + parts[part].nbytes
         stored.append(Stored(tensor, shape, choice.dtype, "nf4" if nf4_here else "plain", parts))
     return BlockFile(name, module, aligned(end), "", tuple(stored))
+
+
+def parts_of_weight(read: Callable[[str], Tensor]) -> Parts:
+    """The parts of the weights that `read` gives by the parameter's name. UserError for what cannot be stored."""
+
+    def parts(block: BlockFile, stored: Stored) -> nf4.Parts:
+        name = f"{block.module}.{stored.name}"
+        weight = read(name).detach()
+        if tuple(weight.shape) != stored.shape:
+            raise UserError(f"{name}: shape {list(stored.shape)} expected, {list(weight.shape)} found")
+        weight = weight.to(stored.dtype)
+        if stored.weights == "plain":
+            return {"data": weight}
+        try:
+            return nf4.quantise(weight, "offset" in stored.parts)
+        except ValueError as error:
+            raise UserError(f"{name} cannot be stored in NF4: {error}") from error
+
+    return parts

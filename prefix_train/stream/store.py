@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -36,8 +37,10 @@ class Store:
         store = cls(folder, manifests.read(folder))
         for block in store.blocks:
             store.check_file(block)
-            if check == "hash":
-                store.check_bytes(block)
+        if check == "hash":
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                for _ in pool.map(store.check_bytes, store.blocks):
+                    pass
         return store
 
     @property
@@ -84,27 +87,32 @@ class Store:
         if head[: len(MAGIC)] != MAGIC:
             raise self._damage(block, 0, f"{MAGIC!r}", f"{head[: len(MAGIC)]!r}: not a store's file")
         found = head[len(MAGIC) : len(MAGIC) + 32].hex()
-        if head != header(block.sha256):
+        if head != manifests.header(block.sha256):
             raise self._damage(block, len(MAGIC), f"sha256 {block.sha256}", f"{found}: another store's file")
 
     def check_bytes(self, block: BlockFile) -> None:
         """Raise UserError unless every byte of the file is what was written; names the first tensor that is not."""
-        found = self._sha256(block, HEADER, block.nbytes - HEADER)
-        if found == block.sha256:
-            return
-        for stored in block.tensors:
-            for name, part in stored.parts.items():
-                here = self._sha256(block, part.offset, part.nbytes)
-                if here != part.sha256:
-                    which = f"{stored.name} ({name}, {part.nbytes:,} bytes)"
-                    raise self._damage(block, part.offset, f"sha256 {part.sha256}", here, which)
-        raise self._damage(block, HEADER, f"sha256 {block.sha256}", f"{found}: bytes between the tensors were changed")
+        end = HEADER
+        for stored, name, part in block.parts:
+            self._check_padding(block, end, part.offset)
+            end = part.offset + part.nbytes
+            if (found := self._sha256(block, part.offset, part.nbytes)) != part.sha256:
+                which = f"{stored.name} ({name}, {part.nbytes:,} bytes)"
+                raise self._damage(block, part.offset, f"sha256 {part.sha256}", found, which)
+        self._check_padding(block, end, block.nbytes)
 
     def tensors(self, block: BlockFile) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the block by the parameter's full name; plain ones are views of the mapped file."""
         mapped = self.bytes(block)
         for stored in block.tensors:
             yield f"{block.module}.{stored.name}", unpack(stored, mapped)
+
+    def _check_padding(self, block: BlockFile, start: int, stop: int) -> None:
+        padding = torch.empty(stop - start, dtype=torch.uint8)
+        self.read_into(block, padding, start)
+        if padding.any():
+            first = int(padding.nonzero()[0])
+            raise self._damage(block, start + first, "0 between the tensors", str(int(padding[first])))
 
     def _sha256(self, block: BlockFile, offset: int, nbytes: int) -> str:
         found = hashlib.sha256()
@@ -127,11 +135,6 @@ class Store:
     def _damage(self, block: BlockFile, offset: int, expected: str, found: str, what: str = "") -> UserError:
         where = f"{block.name}: {self.path(block)}, offset {offset:,}{', ' if what else ''}{what}"
         return UserError(f"{where}: expected {expected}, found {found}; remove it and build the store again")
-
-
-def header(sha256: str) -> bytes:
-    """The first bytes of a file whose other bytes have this hash."""
-    return (MAGIC + bytes.fromhex(sha256)).ljust(HEADER, b"\0")
 
 
 def unpack(stored: Stored, buffer: Tensor, out: Tensor | None = None, chunk: int = nf4.CHUNK) -> Tensor:

@@ -1,0 +1,194 @@
+"""Where a store's weights come from: tensors of a model, one at a time, as transformers would have loaded them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from configs.errors import UserError
+from configs.modelpath import is_gguf, locate
+from configs.schema import ModelConfig
+from prefix_train import gguf_config, model, tiny
+from prefix_train.stream import places
+from prefix_train.stream.places import Parts, parts_of_weight
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+SAMPLES, SAMPLE = 64, 4096
+"""So many pieces of a file, each so many bytes, stand for its contents in a fingerprint."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on the meta device, and how to get the parts of a tensor of a store from it, in the order of the files.
+
+    identity: says which weights these are, the same on every machine. stamp: changes when their files do. workers:
+    how many files of the store may be made at once.
+    """
+
+    model: PreTrainedModel
+    parts: Parts
+    identity: dict[str, Any]
+    stamp: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
+    workers: int = 1
+
+
+Read = Callable[[str], Tensor]
+"""A parameter by its full name in the model."""
+
+
+def open_source(config: ModelConfig) -> Source:
+    """The weights that a run with `config` would load. UserError where a tensor is missing, or one is too many."""
+    skeleton = model.skeleton(config)
+    if config.path is None:
+        built = tiny.build_model(config.build, config.seed, model.DTYPES[config.dtype])
+        return of_model(built, {"kind": "build", "build": dict(config.build), "seed": config.seed})
+    path = locate(config.path)
+    if (quantised := getattr(skeleton.config, "quantization_config", None)) is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise UserError(f"{path} is quantised already ({kind}); give the model in 16 or 32 bits")
+    files = [path] if is_gguf(path) else _shards(path)
+    read = _gguf(path, skeleton) if is_gguf(path) else _safetensors(files, skeleton)
+    identity = {"kind": "gguf" if is_gguf(path) else "safetensors", "path": config.path, "revision": _revision(path)}
+    identity["fingerprint"] = fingerprint(files)
+    stamp = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    return Source(skeleton, parts_of_weight(read), identity, stamp)
+
+
+def of_model(built: PreTrainedModel, identity: dict[str, Any]) -> Source:
+    """A model that is in memory."""
+    return Source(built, parts_of_weight(built.state_dict().__getitem__), identity)
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Hash of the files' names, sizes and 64 pieces of each: tells models apart without reading all of them."""
+    found = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for piece in range(SAMPLES):
+                file.seek(max(size - SAMPLE, 0) * piece // (SAMPLES - 1))
+                found.update(file.read(SAMPLE))
+    return found.hexdigest()
+
+
+def _revision(path: Path) -> str | None:
+    """The commit that a folder of the hub's cache names: `snapshots/<commit>`."""
+    folder = path.parent if path.is_file() else path
+    return folder.name if folder.parent.name == "snapshots" else None
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder."""
+    index = folder / INDEX
+    if (folder / SINGLE).exists() or not index.exists():
+        names = {SINGLE}
+    else:
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index} cannot be read as an index of shards: {error!r}") from error
+    paths = [folder / name for name in sorted(names)]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path} does not exist: {folder} is no complete model in safetensors format")
+    return paths
+
+
+def _safetensors(files: list[Path], skeleton: PreTrainedModel) -> Read:
+    """Reads what transformers would load for a parameter, under the names and conversions of its own loader."""
+    opened: dict[str, tuple[Path, Any]] = {}
+    for path in files:
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+        opened |= dict.fromkeys(file.keys(), (path, file))
+
+    transforms = get_model_conversion_mapping(skeleton)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+    wanted: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    for key in sorted(opened, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if target not in state and key in state:
+            target, pattern = rename_source_key(key, [], [], prefix, state)
+        wanted[target].append((key, pattern))
+
+    def get(key: str) -> Tensor:
+        path, file = opened[key]
+        try:
+            tensor: Tensor = file.get_tensor(key)
+            return tensor.to(skeleton.dtype)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: {key} cannot be read: {error}") from error
+
+    def read(name: str) -> Tensor:
+        (key, pattern), *others = wanted[name]
+        if pattern is None:
+            if others:
+                raise UserError(f"{files[0].parent}: {key} and {others[0][0]} are both {name}")
+            return get(key)
+        converter = copy.deepcopy(converter_of[pattern])
+        for source, source_pattern in wanted[name]:
+            converter.add_tensor(name, source, source_pattern, lambda source=source: get(source))
+        made: Any = converter.convert(name, model=skeleton, config=skeleton.config)[name]
+        tensor: Tensor = made[0] if isinstance(made, list) else made  # as transformers' loader takes it
+        return tensor
+
+    return _audited(skeleton, set(wanted), read, files[0].parent)
+
+
+def _gguf(path: Path, skeleton: PreTrainedModel) -> Read:
+    """Reads and dequantises one tensor of a GGUF file, as transformers does it for all of them at once."""
+    kind = gguf_config.read_config(path)["model_type"]
+    file = gguf_config.reader()(path)
+    from gguf import dequantize
+
+    processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=skeleton.config.to_dict())
+    names = get_gguf_hf_weights_map(skeleton, processor)
+    found = {names[tensor.name]: tensor for tensor in file.tensors if tensor.name in names}
+
+    def read(name: str) -> Tensor:
+        tensor = found[name]
+        weights = processor.process(weights=dequantize(tensor.data, tensor.tensor_type), name=tensor.name).weights
+        return torch.from_numpy(weights.copy()).to(skeleton.dtype)
+
+    return _audited(skeleton, set(found), read, path)
+
+
+def _audited(skeleton: PreTrainedModel, found: set[str], read: Read, where: Path) -> Read:
+    """`read`, once it is known that the source has every tensor of the model and no other.
+
+    A tied weight may be there under either name or both, if the two are equal.
+    """
+    names = {} if (tied := places.tied(skeleton)) is None else dict.fromkeys(tied)
+    have = [name for name in names if name in found]
+    if len(have) == 2 and not torch.equal(read(have[0]), read(have[1])):
+        raise UserError(f"{where}: {have[0]} and {have[1]} differ, but the configuration ties them")
+    if have:
+        found = found | set(names)
+    ignored = [re.compile(pattern) for pattern in skeleton._keys_to_ignore_on_load_unexpected or ()]
+    state = set(skeleton.state_dict())
+    unexpected = [name for name in found - state if not any(pattern.search(name) for pattern in ignored)]
+    model.audit(where, {"missing_keys": state - found, "unexpected_keys": unexpected})
+    return lambda name: read(have[0] if name in names else name)
