@@ -110,20 +110,19 @@ def collect(scene: Scene) -> Node:
     notes = Notes()
     beats = _beats(scene, notes)
     variables = {rank: processes.environment(beat.pid) for rank, beat in beats.items()} if scene.gpus else {}
-    offset = wall - clock
-    dumps = {
-        rank: Piece("flight recorder", lambda rank=rank, found=found: flight.ask(rank, found, offset))  # type: ignore[misc]
-        for rank, found in variables.items()
-    }
     log = Piece("kernel log", lambda: kernel_log.lines(clock - scene.since))
     slurm = Piece("Slurm", lambda: _slurm(scene.host, os.environ))
-    first, first_gpus = _round(scene, beats, notes, clock + ROUND_S, processes_last=True)
+    stacks_before, first_gpus = _round(scene, beats, notes, clock + ROUND_S)
+    before = _processes(beats, notes)
     looked = time.monotonic()
     time.sleep(scene.gap_s)
     again = time.monotonic()
     end = again + ROUND_S
     later = _beats(scene, notes)
-    second, second_gpus = _round(scene, later, notes, end, processes_last=False)
+    after = _processes(later, notes)
+    dumps = _ask_for_dumps(variables, wall - clock)
+    stacks_after, second_gpus = _round(scene, later, notes, end)
+    rounds = _seen(beats, stacks_before, before), _seen(later, stacks_after, after)
     if (lag := again - looked - scene.gap_s) > LAG_S:
         notes.add(f"this node did not run its watcher for {lag:.0f} s while it looked")
     ends = {one.rank: one for one in heartbeat.read_ends(scene.run, scene.ranks) if one.attempt == scene.attempt}
@@ -138,7 +137,7 @@ def collect(scene: Scene) -> Node:
         clock=clock,
         gap_s=again - looked,
         ranks=tuple(
-            _rank(rank, (first, second), calls[rank], ends.get(rank), notes.ranks.get(rank, ())) for rank in scene.ranks
+            _rank(rank, rounds, calls[rank], ends.get(rank), notes.ranks.get(rank, ())) for rank in scene.ranks
         ),
         gpus=(gpus.of_ranks(first_gpus, visible), gpus.of_ranks(second_gpus, visible)),
         idle=_baseline(gpus.at_rest(scene.run, scene.attempt, scene.host), visible),
@@ -172,26 +171,40 @@ def _beats(scene: Scene, notes: Notes) -> dict[int, Beat]:
 
 
 def _round(
-    scene: Scene, beats: Mapping[int, Beat], notes: Notes, until: float, processes_last: bool
-) -> tuple[dict[int, Seen], tuple[Reading, ...]]:
-    """All ranks at about the same moment. What the looking itself does to a process falls outside the two rounds'
-    process readings, so these come last in the first round and first in the second.
-    """
+    scene: Scene, beats: Mapping[int, Beat], notes: Notes, until: float
+) -> tuple[dict[int, Stack | None], tuple[Reading, ...]]:
+    """All ranks' stacks and the GPUs at about the same moment."""
     reading = Piece("GPU readings", gpus.read) if scene.gpus else None
-    states = {} if processes_last else _processes(beats, notes)
     looks = {
         rank: Piece("stacks", lambda beat=beat: stacks.sample(beat.pid, stack_file(scene.run, beat.rank)))  # type: ignore[misc]
         for rank, beat in beats.items()
         if presence.runs(beat.pid, beat.time)
     }
-    found: dict[int, Stack | None] = {rank: notes.take(look, until, rank) for rank, look in looks.items()}
-    if processes_last:
-        states = _processes(beats, notes)
-    seen = {rank: Seen(beat, found.get(rank), *states.get(rank, (None, ()))) for rank, beat in beats.items()}
-    return seen, (notes.take(reading, until) or ()) if reading else ()
+    found = {rank: notes.take(look, until, rank) for rank, look in looks.items()}
+    return found, (notes.take(reading, until) or ()) if reading else ()
+
+
+def _seen(
+    beats: Mapping[int, Beat],
+    found: Mapping[int, Stack | None],
+    states: Mapping[int, tuple[Process, tuple[Process, ...]]],
+) -> dict[int, Seen]:
+    return {rank: Seen(beat, found.get(rank), *states.get(rank, (None, ()))) for rank, beat in beats.items()}
+
+
+def _ask_for_dumps(
+    variables: Mapping[int, Mapping[str, str]], clock_offset: float
+) -> dict[int, Piece[tuple[Collective, ...]]]:
+    return {
+        rank: Piece("flight recorder", lambda rank=rank, found=found: flight.ask(rank, found, clock_offset))  # type: ignore[misc]
+        for rank, found in variables.items()
+    }
 
 
 def _processes(beats: Mapping[int, Beat], notes: Notes) -> dict[int, tuple[Process, tuple[Process, ...]]]:
+    """What the kernel says of the ranks. What the looking itself does to a process, stops it or has it write a dump,
+    falls outside the two readings: the first comes last in its round, the second first.
+    """
     pieces = {
         rank: Piece("process state", lambda beat=beat: _process(beat))  # type: ignore[misc]
         for rank, beat in beats.items()

@@ -10,6 +10,8 @@ WAITING_FILES = "/torch/distributed/"
 WAITING_NATIVE = re.compile(r"gloo::|c10d::|ProcessGroup")
 DEVICE_NATIVE = re.compile(r"(cuda|cu)(Device|Stream|Event|Ctx)Synchronize|cudaMemcpy|cuMemcpy")
 """Where a thread waits for its GPU, and so for a collective that the GPU is in."""
+LAUNCHES = re.compile(r"(cuda|cu)LaunchKernel")
+"""Where a thread waits too, once the queue to its GPU is full: some thousand launches."""
 PASSES_ON = ("/prefix_train/recorder.py", "/prefix_train/dist.py")
 """Our own files between a caller and torch's collectives."""
 LEAVING = "destroy_process_group"
@@ -42,6 +44,13 @@ def waits_for_device(stack: Stack) -> bool:
     """Whether the main thread waits in C for its GPU."""
     return stack.main is not None and any(
         frame.native and DEVICE_NATIVE.search(frame.name) for frame in stack.main.frames[:12]
+    )
+
+
+def launches(stack: Stack) -> bool:
+    """Whether the main thread launches a kernel."""
+    return stack.main is not None and any(
+        frame.native and LAUNCHES.search(frame.name) for frame in stack.main.frames[:12]
     )
 
 

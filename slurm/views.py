@@ -110,7 +110,7 @@ class View:
             return not frames.leaves(shown[-1])
         if any(frames.tunes(stack) for stack in shown[-1:]) and not self.spins(self.gpu):
             return False  # the device measures a kernel
-        return self.pending is not None and all(frames.waits_for_device(stack) for stack in shown[-1:])
+        return self.pending is not None and all(self._waits_for_device(stack) for stack in shown[-1:])
 
     @property
     def elsewhere(self) -> bool:
@@ -220,6 +220,9 @@ class View:
     def wall(self, clock: float) -> float:
         """Seconds since 1970 at `clock` of its node."""
         return self.node.time + clock - self.node.clock if self.node else clock
+
+    def _waits_for_device(self, stack: Stack) -> bool:
+        return frames.waits_for_device(stack) or (frames.launches(stack) and self.spins(self.gpu))
 
     def _own(self, readings: Sequence[Gpu]) -> Gpu | None:
         if self.node is None:

@@ -1,64 +1,60 @@
-"""A rank that is missing from a real NCCL collective under FSDP2: flight recorder, readings and verdict."""
+"""Ranks that are missing from a real NCCL collective under FSDP2: flight recorder, readings and verdict."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from prefix_train import heartbeat
-from slurm import collect, flight, gpus, verdict
-from slurm.collect import Scene
-from slurm.evidence import Alarm
-from tests.gpu import hang_rank
-from tests.standins import wait_for
+from slurm.evidence import Rank
+from slurm.finish import HUNG
+from slurm.views import case
+from tests.gpu import hang_run
+from tests.gpu.hang_run import PLANS, WORLD, Found
+from tests.hangs import cases
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), **flight.environment(tmp_path / "nccl", 20001)}
-    command = [sys.executable, hang_rank.__file__, str(tmp_path)]
-    started = [subprocess.Popen([*command, str(rank)], env={**os.environ, **variables}) for rank in range(2)]
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
+@pytest.fixture(scope="module", params=PLANS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Found]:
+    return request.param, hang_run.hang(tmp_path_factory.mktemp("hangs"), request.param)
 
 
-def test_r30_a_rank_that_left_is_named(tmp_path: Path, ranks: list[subprocess.Popen[bytes]]) -> None:
-    idle = gpus.read()
-    computing = gpus.Computing()
-    wait_for(lambda: [beat.completed >= 3 for beat in heartbeat.read(tmp_path)] == [True, True], 120)
-    computing.take()
-    wait_for((tmp_path / "left").exists, 120)
-    time.sleep(5)
-    scene = Scene(tmp_path, 0, heartbeat.read(tmp_path)[0].host, 0, (0, 1), 2.0, time.monotonic() - 60, True)
-    node = collect.collect(Scene(**{**scene.__dict__, "computing": computing.readings}))
-    for name, readings in (("idle", [one.gpu for one in idle]), ("computing", node.computing), ("hung", node.gpus[1])):
-        print(name, *readings, sep="\n  ")
-    waits, left = node.ranks
-    print(*waits.collectives[-3:], *left.collectives[-3:], *waits.missing, *left.missing, sep="\n")
-    assert (waits.collectives[-1].kind, waits.collectives[-1].state) == ("all_gather", "called")
-    assert waits.collectives[-1].number > left.collectives[-1].number
-    assert waits.collectives[-1].where.endswith(tuple(f"hang_rank.py:{line}" for line in range(1, 99)))
-    assert waits.collectives[-1].phase == "forward"
+def test_r30_a_rank_that_left_is_named(found: tuple[str, Found]) -> None:
+    name, run = found
+    print(run.said.text())
+    assert (run.said.kind, run.said.ranks, run.status) == (PLANS[name].kind, (PLANS[name].rank,), HUNG)
+    assert "all_gather (" in run.said.sentence
+    assert f"Spinning, not computing: rank {1 - PLANS[name].rank} " in run.said.sentence
+    assert run.said.confidence == "high"
+    assert run.noticed_s < 15
+    assert run.judged_s - run.noticed_s < 30
+
+
+def test_r30_the_frozen_evidence_says_the_same(found: tuple[str, Found]) -> None:
+    _, run = found
+    again = cases.read(run.case).judge()
+    assert (again.kind, again.ranks) == (run.said.kind, run.said.ranks)
+    assert "/tmp/" not in "".join(path.read_text() for path in run.case.rglob("*.json"))
+
+
+def test_the_flight_recorder_tells_what_is_over_on_the_device(found: tuple[str, Found]) -> None:
+    name, run = found
+    frozen = cases.read(run.case)
+    (node,) = frozen.nodes
+    waits, left = (node.ranks[rank] for rank in (1 - PLANS[name].rank, PLANS[name].rank))
+    assert not any("flight recorder" in reason for rank in node.ranks for reason in rank.missing)
+    assert sum(one.ended is not None for one in waits.collectives) > 10
+    view = case(frozen.nodes, frozen.alarm, WORLD, ("node1",)).view(waits.rank)
+    assert view.pending is not None
+    assert (view.pending.kind, view.pending.phase) == ("all_gather", "forward")
+    assert view.waits
     assert all(one.state == "done" for one in left.collectives)
-    assert not any("flight recorder" in reason for reason in waits.missing)
-    alarm = Alarm(0, node.host, 0, 40.0, 30.0, "update 41 has taken 40 s", node.time, node=0)
-    found = verdict.judge([node], alarm, 2, [node.host])
-    print(found.text())
-    assert (found.kind, found.ranks) == ("missing_rank", (1,))
-    assert "hang_rank.py" in found.sentence
+    assert view.pending.number == _last(left) + 1
+
+
+def _last(rank: Rank) -> int:
+    return max(one.number for one in rank.collectives if one.group == rank.collectives[-1].group)

@@ -18,7 +18,7 @@ from configs import runfolder
 from prefix_train import heartbeat
 from slurm import collect, evidence, flight, stacks
 from slurm.collect import Scene
-from slurm.evidence import Node, Rank
+from slurm.evidence import Collective, Node, Process, Rank
 from tests.standins import wait_for
 from tests.unit.test_evidence import answer_the_pipe, program
 
@@ -221,6 +221,26 @@ def test_gpus_and_the_flight_recorder(ranks: Ranks, monkeypatch: pytest.MonkeyPa
     assert [[one.power_w for one in reading] for reading in node.gpus] == [[130.0], [130.0]]
     assert [one.power_w for one in node.idle] == [119.0]
     assert [one.state for one in node.ranks[0].collectives] == ["done", "called"]
+
+
+def test_a_dump_is_asked_for_once_all_bytes_are_counted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that writes its dump would else look like one that moves, which is left alone."""
+    order: list[str] = []
+    look = collect.processes.look
+
+    def counted(pid: int) -> Process:
+        order.append("count")
+        return look(pid)
+
+    def asked(*_: object) -> tuple[Collective, ...]:
+        order.append("ask")
+        return ()
+
+    monkeypatch.setattr(collect.processes, "look", counted)
+    monkeypatch.setattr(flight, "ask", asked)
+    ranks.start("sleep")
+    ranks.collect(gpus=True)
+    assert order == ["count", "count", "ask"]
 
 
 def test_ranks_that_gave_no_heartbeat_or_are_elsewhere(ranks: Ranks) -> None:

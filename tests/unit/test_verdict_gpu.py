@@ -92,6 +92,18 @@ def test_a_search_whose_device_spins_waits_for_the_rank_that_is_elsewhere() -> N
     assert (found.kind, found.ranks, found.ends) == ("missing_rank", (1,), True)
 
 
+LAUNCHING = (Frame("cuLaunchKernelEx", "libcuda.so.1", 0, True), *ON_DEVICE[1:])
+
+
+@pytest.mark.parametrize(("reading", "kind"), [(SPINNING, "missing_rank"), (COMPUTING, "unknown")])
+def test_a_rank_that_launches_waits_only_where_its_device_spins(reading: Gpu, kind: str) -> None:
+    """The queue to a GPU that waits in a collective is full after some thousand launches."""
+    late = rank(1, frames=ASLEEP, collectives=issued(3)[:2])
+    ranks = [late if number == 1 else rank(number, frames=LAUNCHING, collectives=issued(3)) for number in range(4)]
+    found = judge(ranks, [IDLE if number == 1 else reading for number in range(4)])
+    assert (found.kind, found.ranks) == (kind, (1,) if kind == "missing_rank" else ())
+
+
 PLAIN = [("all_gather", "step.py:77"), ("reduce_scatter", "step.py:81"), ("all_gather", "step.py:90"),
          ("all_reduce", "step.py:95")]  # fmt: skip
 OWN = ("all_reduce", "plugin.py:91")
