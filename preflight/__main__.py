@@ -137,7 +137,7 @@ def _between(folder: Path, ranks: int, nodes: list[str], config: Config) -> list
     answers = read(folder)
     if not answers:
         found = f"none of {ranks} ranks has answered: the collective test did not begin"
-        return [("the job", Finding("collective.join", "broken", found, "look at the end of the job's log"))]
+        return [(pairs.THE_JOB, Finding("collective.join", "broken", found, "look at the end of the job's log"))]
     per_node = max(1, ranks // max(1, len(nodes)))
     node_of = {rank: nodes[min(rank // per_node, len(nodes) - 1)] for rank in range(ranks)} if nodes else {}
     return pairs.judge_ranks(answers, ranks, node_of, config.preflight.min_pair_gib_s)

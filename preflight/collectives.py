@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs import runfolder
 from preflight.pairs import rounds
+from preflight.programs import answer_and_end
 
 MIB, GIB = 1 << 20, 1 << 30
 ELEMENTS, SHARE = 4096, 64
@@ -228,4 +229,4 @@ def main() -> None:
 if __name__ == "__main__":
     from preflight import collectives  # the module by its name, as others that are imported here see it
 
-    collectives.main()
+    answer_and_end(collectives.main)

@@ -7,6 +7,7 @@ program came, blames the package that ended it, and starts it again behind that 
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import importlib
 import importlib.metadata
@@ -17,6 +18,8 @@ import site
 import sys
 from pathlib import Path
 from typing import Any
+
+from preflight.programs import answer_and_end
 
 REQUIRED = ("torch", "transformers", "peft", "accelerate", "safetensors", "submitit", "omegaconf", "numpy", "PIL")
 OPTIONAL = ("fla", "causal_conv1d", "triton", "tilelang")
@@ -62,15 +65,17 @@ def changed(distribution: importlib.metadata.Distribution) -> list[str]:
 
     Python files are read; of shared libraries, which are large, only the size is looked at.
     """
-    different = []
-    for file in distribution.files or []:
-        if file.parts[0] == ".." or file.hash is None or file.hash.mode != "sha256":
+    root, different = str(distribution.locate_file("")), []
+    for row in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
+        name, digest, size = [*row, "", ""][:3]
+        kind, _, value = digest.partition("=")
+        if kind != "sha256" or name.startswith("../"):
             continue  # scripts lie elsewhere, and installers move them
-        path = Path(str(file.locate()))
-        if file.suffix == ".py" and (not path.is_file() or _recorded_form(path.read_bytes()) != file.hash.value):
-            different.append(str(file))
-        if ".so" in file.suffixes and file.size and (not path.is_file() or path.stat().st_size != file.size):
-            different.append(str(file))
+        path, (_, *suffixes) = os.path.join(root, name), name.rpartition("/")[2].split(".")
+        if suffixes[-1:] == ["py"] and (not os.path.isfile(path) or _recorded_form(path) != value):
+            different.append(name)
+        if "so" in suffixes and size and (not os.path.isfile(path) or os.stat(path).st_size != int(size)):
+            different.append(name)
     return different
 
 
@@ -124,11 +129,12 @@ def _folder(distribution: importlib.metadata.Distribution) -> str:
     return str(Path(str(distribution.locate_file(""))).resolve())
 
 
-def _recorded_form(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+def _recorded_form(path: str) -> str:
+    with open(path, "rb") as file:
+        return base64.urlsafe_b64encode(hashlib.sha256(file.read()).digest()).rstrip(b"=").decode()
 
 
 if __name__ == "__main__":
     from preflight import imports  # the module by its name, as others that are imported here see it
 
-    imports.main()
+    answer_and_end(imports.main)

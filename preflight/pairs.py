@@ -13,6 +13,8 @@ from preflight.states import Finding
 SLOW = {"nccl": 0.5, "gloo": 0.25}
 """A pair is slow below this share of what the median node reaches at best; over TCP, load on a host counts too."""
 MOST_SKEW_S = 2.0
+THE_JOB = "the job"
+"""Stands where a node would, for what no node is to blame for."""
 NETWORK = "look at the node's network: cables, interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), firewall"
 
 
@@ -133,7 +135,7 @@ def _stuck(reports: Sequence[RankReport]) -> list[tuple[str, Finding]]:
     if least == most:
         ends = Counter(report.error or "no answer in time" for report in reports).most_common(1)[0][0]
         said = f"all {len(reports)} ranks ended in {behind[0].at}: {ends}"
-        return [(report.node, Finding("collective.values", "broken", said, NETWORK)) for report in behind[:1]]
+        return [(THE_JOB, Finding("collective.values", "broken", said, NETWORK))]
     found = []
     for report in behind:
         how = report.error if report.error and report.status else "did not go on in time"

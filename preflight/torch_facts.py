@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import HashStore
 
+from preflight.programs import answer_and_end
 from preflight.setting import proc
 
 WATCHED = re.compile(r"lib(nccl|nccl-\w+|cuda|cudart|cudnn|nvidia-ml|ibverbs|rdmacm|fabric)([-_.][\w.-]*)?\.so")
@@ -73,4 +74,4 @@ def main() -> None:
 if __name__ == "__main__":
     from preflight import torch_facts  # the module by its name, as others that are imported here see it
 
-    torch_facts.main()
+    answer_and_end(torch_facts.main)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import os
 import resource
 import shutil
 import socket
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.schema import Config, DataConfig, ModelConfig, SlurmConfig
-from preflight import cgroup, environment, files, host, imports, known_bad, mounts, network
+from preflight import cgroup, environment, files, host, imports, known_bad, mounts, network, programs
 from preflight.setting import Setting
 from preflight.states import Finding
 
@@ -383,6 +386,49 @@ def test_a_shared_library_that_was_cut_short(tmp_path: Path) -> None:
     assert imports.changed(package) == []
     (tmp_path / "p/lib.so.2").write_bytes(b"x" * 99)
     assert imports.changed(package) == ["p/lib.so.2"]
+
+
+@pytest.mark.parametrize(
+    ("row", "content", "changed"),
+    [
+        ("p/a.py,sha256={},5", b"x = 2", ["p/a.py"]),
+        ("p/a.py,sha256={},5", b"x = 1", []),
+        ("p/a.py,,", b"x = 2", []),
+        ("p/a.py,md5={},5", b"x = 2", []),
+        ("p/a.py", b"x = 2", []),
+        ('"p/b,c.py",sha256={},5', b"x = 1", ["p/b,c.py"]),
+        ("../../../bin/a.py,sha256={},5", b"x = 1", []),
+        ("p/a.pyc,sha256={},5", b"x = 1", []),
+    ],
+)
+def test_a_file_of_a_package_against_its_record(tmp_path: Path, row: str, content: bytes, changed: list[str]) -> None:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(b"x = 1").digest()).rstrip(b"=").decode()
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p/a.py").write_bytes(content)
+    (tmp_path / "p-1.dist-info").mkdir()
+    (tmp_path / "p-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: p\nVersion: 1\n")
+    (tmp_path / "p-1.dist-info/RECORD").write_text(row.format(digest) + "\n")
+    (package,) = metadata.distributions(path=[str(tmp_path)])
+    assert imports.changed(package) == changed
+
+
+STAYS = """
+import threading, time
+{name}
+def main():
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    print('{{"package": "p"}}')
+{ending}
+"""
+"""A program that imported something which keeps a thread."""
+
+
+def test_a_program_that_has_answered_ends_whatever_it_imported() -> None:
+    source = STAYS.format(name="from preflight.programs import answer_and_end", ending="answer_and_end(main)")
+    answer = programs.ask([sys.executable, "-c", source], 60)
+    assert (answer.status, answer.documents) == (0, [{"package": "p"}])
+    answer = programs.ask([sys.executable, "-c", STAYS.format(name="", ending="main()")], 2)
+    assert answer.status is None
 
 
 def test_sources_of_an_editable_package_are_hashed(tmp_path: Path) -> None:

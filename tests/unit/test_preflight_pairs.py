@@ -104,7 +104,7 @@ def test_the_rank_behind_is_to_blame_and_those_that_wait_are_not() -> None:
 
 def test_where_all_wait_alike_the_test_is_broken_and_nobody_is_blamed() -> None:
     reports = [report(rank, until="all_reduce", status=1, error="timed out") for rank in range(4)]
-    assert [state for _, _, state in judged(reports)] == ["broken"]
+    assert judged(reports) == [("the job", "collective.values", "broken")]
 
 
 def test_whose_numbers_are_wrong() -> None:
