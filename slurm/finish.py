@@ -126,7 +126,8 @@ def decide(run: Path, config: Config, ended: Outcome) -> tuple[Outcome, Life | N
     if not lives or lives[-1].attempt != runfolder.process_attempt():
         return ended, None  # what comes before the life's beginning failed
     mine = lives[-1]
-    culprits = _unfit(run, mine.nodes) if ended.cause == "gate" else _nodes_of(ended.ranks, mine.nodes, config)
+    named = _nodes_of(ended.ranks, mine.nodes, config)
+    culprits = _unfit(run, mine.nodes, named) if ended.cause == "gate" else named
     update = life.reached(run, mine.attempt)
     mine = replace(mine, cause=ended.cause, update=update, culprits=culprits)
     exclude_unfit = config.preflight.on_bad_node == "exclude"
@@ -217,11 +218,16 @@ def _nodes_of(ranks: Iterable[int], nodes: tuple[str, ...], config: Config) -> t
     return tuple(dict.fromkeys(nodes[rank // config.slurm.tasks_per_node] for rank in ranks))
 
 
-def _unfit(run: Path, nodes: tuple[str, ...]) -> tuple[str, ...]:
-    """This job's nodes that preflight's report finds at fault."""
+def _unfit(run: Path, nodes: tuple[str, ...], named: tuple[str, ...]) -> tuple[str, ...]:
+    """This job's nodes that preflight's report finds at fault, and those that no step could be started on: `named`.
+
+    Where there are such, srun has ended the step on the others too, and their silence says nothing.
+    """
     path = run / runfolder.PREFLIGHT / str(runfolder.current_attempt(run)) / "report.json"
-    found = runfolder.read_json(path)["bad_nodes"] if path.is_file() else []
-    return tuple(node for node in nodes if node in found)
+    report = runfolder.read_json(path) if path.is_file() else {"bad_nodes": [], "problems": []}
+    silent = {problem["node"] for problem in report["problems"] if problem["finding"]["check"] == "node.answer"}
+    bad = {*report["bad_nodes"]} - silent if named else {*report["bad_nodes"]}
+    return tuple(node for node in nodes if node in bad or node in named)
 
 
 def _unwritable(run: Path) -> str | None:
@@ -284,7 +290,7 @@ def main(
 def _end(run: Path, outcome: str) -> tuple[Outcome, Life | None]:
     config, (name, _, status) = from_run(run), outcome.rpartition(":")
     if name:
-        return decide(run, config, act_failed(run, name, int(status)))
+        return decide(run, config, ask_slurm(run, act_failed(run, name, int(status)), config.slurm.tasks_per_node))
     if int(status):
         wait_for_words(run, WORD_S + config.watch.poll_s)
     per_node = config.slurm.tasks_per_node if config.slurm.nodes > 1 else None
@@ -292,11 +298,16 @@ def _end(run: Path, outcome: str) -> tuple[Outcome, Life | None]:
 
 
 def ask_slurm(run: Path, ended: Outcome, per_node: int = 1) -> Outcome:
-    """What Slurm knows besides: why ranks, `per_node` on each, were not started; which memory limit ended one."""
+    """What Slurm knows besides: where and why preflight, or ranks, `per_node` on each node, were not started; which
+    memory limit ended one.
+    """
     log = run / runfolder.LOGS / f"job-{os.environ['SLURM_JOB_ID']}.log"
-    if ended.cause == "launch":
-        return _not_started(ended, launch.read(log), per_node, life.read(run))
-    return _over_memory(ended, log)
+    if ended.cause not in ("gate", "launch"):
+        return _over_memory(ended, log)
+    said = launch.read(log)
+    if ended.cause == "gate" and not said.nodes:
+        return ended  # of a node that preflight found unfit srun says no more than that its step failed
+    return _not_started(ended, said, per_node, life.read(run))
 
 
 def _not_started(ended: Outcome, said: Said, per_node: int, lives: Sequence[Life]) -> Outcome:

@@ -13,8 +13,12 @@ import pytest
 
 from configs import runfolder
 from configs.errors import UserError
+from configs.schema import Config, PreflightConfig
 from prefix_train import heartbeat
 from prefix_train.heartbeat import End
+from preflight import report
+from preflight.judge import judge
+from preflight.states import Finding, NodeReport, State
 from slurm import causes, finish, life, memory, policy, presence, scheduler, verdict
 from slurm.scheduler import NoAnswer
 
@@ -177,6 +181,47 @@ def test_ranks_that_could_not_be_launched_are_a_cause_of_their_own(run: Path, mo
     assert finish.ask_slurm(run, found) == found
     heartbeat.Heartbeat(run, 0, 2).phase("load")
     assert finish.conclude(run, 141, per_node=2).cause == "unknown"
+
+
+def answered(node: str, state: State = "pass") -> NodeReport:
+    return NodeReport(node, (Finding("import.torch", state, "torch"),))
+
+
+NEVER_BEGAN = [("the job", Finding("collective.join", "broken", "none of 3 ranks has answered"))]
+
+
+@pytest.mark.parametrize(
+    ("reports", "between", "log", "culprits"),
+    [
+        pytest.param(("node1", "node2", "node3"), NEVER_BEGAN, LAUNCH, ("node3",), id="ranks are not started"),
+        pytest.param((), [], LAUNCH, ("node3",), id="checks are not started"),
+        pytest.param(("node1", "node3"), [], "", ("node2",), id="a silent node"),
+        pytest.param((), [], "", ("node1", "node2", "node3"), id="all are silent"),
+        pytest.param(("node1", "node2", "node3"), NEVER_BEGAN, "", (), id="nobody says where"),
+    ],
+)
+def test_where_preflight_cannot_be_started_srun_names_the_node(
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reports: tuple[str, ...],
+    between: list[tuple[str, Finding]],
+    log: str,
+    culprits: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    life.begin(run, 0)
+    life.write(run, policy.Life(0, "17", ("node1", "node2", "node3")))
+    verdict_of_all = judge([answered(node) for node in reports], ("node1", "node2", "node3"), between=between)
+    runfolder.write_json(run / "preflight/0/report.json", report.document(verdict_of_all))
+    runfolder.write_text(run / "preflight/0/report.txt", report.text(verdict_of_all))
+    runfolder.write_text(run / "logs/job-17.log", log)
+    config = Config(preflight=PreflightConfig(on_bad_node="exclude"))
+    ended = finish.ask_slurm(run, finish.act_failed(run, "gate", 1), config.slurm.tasks_per_node)
+    told, again = finish.decide(run, config, ended)
+    assert life.read(run)[-1].culprits == culprits
+    assert ("Task launch for StepId=17.9 failed on node node3" in told.line) == bool(log)
+    assert (again is not None) == (len(culprits) == 1)
+    assert life.read(run)[-1].excluded == (culprits if again else ())
 
 
 def test_where_nobody_can_tell_of_memory_that_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
