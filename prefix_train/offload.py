@@ -1,7 +1,7 @@
 """Inputs of decoder layers wait in pinned host memory between forward and backward.
 
 A layer that is recomputed keeps its input alone. That input is copied to the host while the layer computes; in backward
-it is brought back while the layer after it does. The memory is one pool of equal chunks, allocated once: the pinned
+it is brought back while the layer after it does. The memory is one pool of equal chunks, allocated once: torch's pinned
 allocator rounds a request up to a power of two and keeps it, so packs of many sizes would each leave their own behind.
 """
 
@@ -24,6 +24,7 @@ from prefix_train import budget, unit
 from prefix_train.copies import Copier, Copy, copier_for
 from prefix_train.dist import Ranks
 from prefix_train.model import Root
+from prefix_train.pinned import Pinned
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Pool:
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size, self.peak, self._chunk = size, 0, budget.PINNED_CHUNK
-        count = size // self._chunk
-        self._free = [torch.empty(self._chunk, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        self._memory = Pinned(size, self._chunk) if pinned and size else None
+        memory = torch.empty(size, dtype=torch.uint8) if self._memory is None else self._memory.tensor
+        self._free = [*memory.split(self._chunk)] if size else []
 
     @property
     def used(self) -> int:
@@ -204,7 +206,7 @@ def attach(root: Root, config: Config, device: torch.device, copier: Copier | No
     size = budget.pinned_bytes(count, config.pack.max_positions, width, itemsize=root.dtype.itemsize)
     try:
         pool = Pool(size, copier.pinned)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise UserError(
             f"memory.offload={config.memory.offload}: {size / budget.GIB:.1f} GiB of pinned memory for each rank are "
             f"not to be had ({str(error).splitlines()[0]}): give fewer layers, or lower pack.max_positions"

@@ -260,7 +260,8 @@ def test_r24_alternating_sizes_take_no_more_than_the_largest() -> None:
         back = stored.tensor()
         assert torch.equal(back, source)
 
-    assert 1.0 <= pinned_after(through_the_pool) <= 1.05
+    assert pinned_after(through_the_pool) == 0.0  # the pool's memory is its own
+    assert 1.0 <= made[0].pool.size / (max(SIZES) * 5120 * 2) <= 1.05
 
 
 def test_r24_fails_without_fix() -> None:
