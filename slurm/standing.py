@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
 from preflight import drain
-from slurm import deadlines, life, verdict
+from slurm import deadlines, life, presence, verdict
 from slurm.finish import ENDED_WELL
+from slurm.presence import Presence
 from slurm.scheduler import JobState
 
 RECENT = 20
@@ -50,11 +52,19 @@ class Standing:
     """How the run or its last life ended."""
     doubts: tuple[str, ...]
     """Where Slurm and the run folder do not agree."""
+    unwatched: tuple[str, ...]
+    """Nodes of this life whose watchers have died."""
 
     def document(self) -> dict[str, Any]:
         """For programs."""
         slurm = None if self.slurm is None else self.slurm._asdict()
-        return {**vars(self), "run": str(self.run), "slurm": slurm, "doubts": list(self.doubts)}
+        return {
+            **vars(self),
+            "run": str(self.run),
+            "slurm": slurm,
+            "doubts": list(self.doubts),
+            "unwatched": list(self.unwatched),
+        }
 
 
 def job_of(run: Path) -> str | None:
@@ -92,6 +102,7 @@ def look(run: Path, slurm: JobState | None, now: float) -> Standing:
         verdict=verdict.latest(run, attempt),
         end=_end(run, attempt),
         doubts=tuple(_doubts(run, config, slurm, beats, ends, now)),
+        unwatched=tuple(map(_unwatched, presence.lost(run, attempt))),
     )
 
 
@@ -163,6 +174,10 @@ def _doubts(
     if slurm.over and not slurm.state.startswith("COMPLETED") and complete:
         doubts.append(f"Slurm says {slurm.state}, but there is a {runfolder.RESULT}")
     return doubts
+
+
+def _unwatched(lost: Presence) -> str:
+    return f"the watcher of {lost.host} died at {time.strftime('%F %T', time.localtime(lost.gone))}: nobody watches that node"
 
 
 def lives_of(run: Path) -> list[str]:

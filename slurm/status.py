@@ -39,13 +39,17 @@ def look_at(runs: Sequence[Path]) -> tuple[list[Standing], list[str]]:
 
 
 def table(found: Sequence[Standing]) -> str:
-    """One line per run, and one more for each doubt."""
+    """One line per run, and one more for each doubt and each node without a watcher."""
     rows: list[tuple[str, ...]] = [("run", "job", "slurm", "phase", "heard", "update", "loss", "tokens/s", "left")]
     rows += [_row(one) for one in found]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for number in reversed(range(len(found))):
-        notes = [*found[number].doubts, *filter(None, (found[number].verdict, found[number].end))]
+        notes = [
+            *found[number].doubts,
+            *found[number].unwatched,
+            *filter(None, (found[number].verdict, found[number].end)),
+        ]
         lines[number + 2 : number + 2] = [f"    {note}" for note in notes]
     return "\n".join(lines)
 
@@ -65,6 +69,7 @@ def page(one: Standing) -> str:
     lines += [f"admin    {command}" for command in standing.drains(one.run)]
     lines += [f"verdict  {one.verdict}"] if one.verdict else []
     lines += [f"end      {one.end}"] if one.end else []
+    lines += [f"watch    {node}" for node in one.unwatched]
     lines += [f"doubt    {doubt}" for doubt in one.doubts]
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from configs import compose, runfolder
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig, WatchConfig
 from prefix_train import heartbeat
-from slurm import life, scheduler, standing, status
+from slurm import life, presence, scheduler, standing, status
 from slurm.policy import Life
 from slurm.scheduler import JobState, NoAnswer
 
@@ -88,6 +89,22 @@ def test_slurm_says_it_is_over_and_a_rank_lives(run: Path) -> None:
     assert found.doubts[0].startswith("Slurm says FAILED, but rank 0 on ")
     assert found.doubts[0].endswith(" was alive 5 s ago")
     assert found.doubts[0] in status.table([found])
+
+
+def test_a_node_whose_watcher_has_died(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat.Heartbeat(run, 0, 2).phase("forward", 1)
+    presence.say(run, 0)
+    assert standing.look(run, RUNNING, time.time()).unwatched == ()
+    monkeypatch.setattr(presence, "runs", lambda *_: False)
+    assert presence.check(run, 0)
+    found = standing.look(run, RUNNING, time.time())
+    (said,) = found.unwatched
+    assert said.startswith(f"the watcher of {socket.gethostname()} died at ")
+    assert f"watch    {said}" in status.page(found)
+    assert said in status.table([found])
+    assert json.loads(json.dumps(found.document()))["unwatched"] == [said]
+    (run / "attempt").write_text("1\n")
+    assert standing.look(run, RUNNING, time.time()).unwatched == (), "it was of an earlier life"
 
 
 def test_slurm_says_completed_without_a_result_and_failed_with_one(run: Path) -> None:
