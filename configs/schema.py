@@ -111,6 +111,9 @@ class TrainConfig:
     """`example`: every example weighs the same. `token`: every target token does."""
     loss_chunk_rows: int = 4096
     """Prediction rows that go through the head at a time."""
+    loss_chunk_words: int = 0
+    """Words of the vocabulary whose logits exist at a time (a multiple of 64); 0: all. In chunks each row's logits are
+    computed twice. The same number gives the same bits in both engines."""
     save_every: int = 50
     """Updates between checkpoints; 0: only at the end or when asked to stop."""
     keep_checkpoints: int = 2
@@ -133,6 +136,27 @@ class MemoryConfig:
     tile_rows: int = 16384
     """Compute norms, adapters and feed-forward so many positions at a time (a multiple of 2048), so that their tensors
     are never whole; 0: whole. Without effect where `memory.recompute` is off."""
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """`engine: stream`: frozen weights lie in a store on disk and pass through the device one block at a time."""
+
+    store: str | None = None
+    """Folder of the store, which `prefix-train stream build` makes of `model.path`."""
+    budget_gib: float | None = None
+    """Most device memory, in GiB, planned before the first update and held to; a run that needs more does not start."""
+    slots: int = 3
+    """Blocks that may be on the device at a time besides the resident ones: one is computed with while others come."""
+    resident_blocks: int = 0
+    """Blocks that stay on the device for the whole run: the last ones, with which backward begins."""
+    packs_per_visit: int = 1
+    """Packs that a block computes each time it is there; the packs of an update go through the model in such groups."""
+    host: Literal["files", "pinned"] = "files"
+    """`files`: blocks are read from the store each time (from the page cache where that holds them). `pinned`: all of
+    the store is read into pinned memory at the start, which must have room for it."""
+    readers: int = 2
+    """Threads that read blocks."""
 
 
 @dataclass(frozen=True)
@@ -297,6 +321,7 @@ class Config:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

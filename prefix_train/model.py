@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -51,16 +53,28 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
     return model.eval(), processor
 
 
-def skeleton(config: ModelConfig) -> PreTrainedModel:
-    """The model of `config` without memory: on the meta device, from its configuration alone, in eval mode."""
+def skeleton(config: ModelConfig, buffers: bool = False) -> PreTrainedModel:
+    """The model of `config` without memory: on the meta device, from its configuration alone, in eval mode.
+
+    buffers: these are real all the same.
+    """
     if config.path is None:
         own = tiny.build_config(config.build)
     else:
         folder, more = from_pretrained_arguments(locate(config.path))
         own = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
-    with torch.device("meta"):
+    with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
         model: PreTrainedModel = _auto(own).from_config(own, dtype=DTYPES[config.dtype])
+    if buffers:
+        model.tie_weights()  # each module got a parameter of its own
+        if config.path is None:
+            model.to(dtype=DTYPES[config.dtype])  # as a built model's buffers are
     return model.eval()
+
+
+def load_processor(config: ModelConfig, own: PreTrainedConfig) -> Any:
+    """The processor of a model with the configuration `own`; a tokenizer for a text model."""
+    return tiny.build_processor(own) if config.path is None else tiny.load_processor(locate(config.path))
 
 
 def _auto(config: PreTrainedConfig) -> Any:
@@ -135,10 +149,15 @@ class Root(nn.Module):
     and the merger, so that every rank issues the same collectives and every parameter has a gradient.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, chunk_rows: int, images: bool) -> None:
+    at_once = 1
+    """Packs of an update that are best given to `together`."""
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, chunk_rows: int, images: bool, chunk_words: int = 0
+    ) -> None:
         super().__init__()
         self.model = model
-        self.dtype, self.chunk_rows = dtype, chunk_rows
+        self.dtype, self.chunk_rows, self.chunk_words = dtype, chunk_rows, chunk_words
         self.anatomy = anatomy.find(model)
         unit.refuse_other_recomputation(self.anatomy.base)
         self.images = images and self.anatomy.vision is not None
@@ -152,7 +171,17 @@ class Root(nn.Module):
         with self.copies:
             return self._run(batch)
 
+    def together(self, batches: Sequence[Batch], draws: Sequence[str | None]) -> list[Out]:
+        """Several packs, whose losses then go backward together."""
+        return [self(batch, draw=draw) for batch, draw in zip(batches, draws, strict=True)]
+
     def _run(self, batch: Batch) -> Out:
+        hidden = self.anatomy.body(**self._inputs(batch)).last_hidden_state
+        head = self.anatomy.head.weight
+        return Out(*target_losses(hidden[0], batch.targets, head, self.chunk_rows, self.chunk_words))
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """What the body is given."""
         embeddings = embed(self.anatomy.base.get_input_embeddings(), batch.input_ids)
         images: dict[str, Any] = {}
         if batch.pixel_values is not None:
@@ -160,23 +189,20 @@ class Root(nn.Module):
             images = {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}
             images |= {"input_ids": batch.input_ids}
         elif self.images:
-            embeddings = embeddings + self._blank_image().to(embeddings.dtype)
-        hidden = self.anatomy.body(
+            embeddings = embeddings + self._blank_image(batch.input_ids.device).to(embeddings.dtype)
+        return {
             **images,
-            inputs_embeds=embeddings,
-            position_ids=batch.position_ids,
-            layout=batch.layout,
-            use_cache=False,
-        ).last_hidden_state
-        loss, each = target_losses(hidden[0], batch.targets, self.anatomy.head.weight, self.chunk_rows)
-        return Out(loss, each)
+            "inputs_embeds": embeddings,
+            "position_ids": batch.position_ids,
+            "layout": batch.layout,
+            "use_cache": False,
+        }
 
-    def _blank_image(self) -> Tensor:
+    def _blank_image(self, device: torch.device) -> Tensor:
         """Scalar zero that depends on every parameter an image's embeddings depend on."""
         vision = self.anatomy.base.config.vision_config
         side = vision.spatial_merge_size
         pixels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        device = self.anatomy.head.weight.device
         output = self.anatomy.body.get_image_features(
             torch.zeros(side * side, pixels, device=device), torch.tensor([[1, side, side]], device=device)
         )

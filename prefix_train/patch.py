@@ -109,11 +109,13 @@ class Handle:
     """An installed patch. `remove()` undoes it.
 
     attention, deltanet: kernels as asked for. parts: the modules that are patched. patches: what was replaced.
+    by_layers: somebody else runs the decoder's layers one by one and checks what reached them.
     """
 
     def __init__(self, model: nn.Module, parts: Parts, attention: str, deltanet: str) -> None:
         self.model, self.parts, self.attention, self.deltanet = model, parts, attention, deltanet
         self.reached: dict[str, Layout] = {}
+        self.by_layers = False
         self.probing = False
         self.patches = self._plan()
 
@@ -156,10 +158,11 @@ class Handle:
         finally:
             self.probing = False
 
-    def check_reached(self, layout: Layout) -> None:
-        """Raise NotExact unless exactly this layout reached every mixer since the forward began."""
+    def check_reached(self, layout: Layout, index: int | None = None) -> None:
+        """Raise NotExact unless exactly this layout reached every mixer (of layer `index`) since the forward began."""
+        within = "" if index is None else f"{self.parts.decoder_name}.layers.{index}.".removeprefix(".")
         for name in (*self.parts.attention, *self.parts.delta_nets):
-            if self.reached.get(name) is not layout:
+            if name.startswith(within) and self.reached.get(name) is not layout:
                 raise NotExact(f"{name}: the forward ended, but the layout did not reach this layer")
 
     def _plan(self) -> list[Patch]:
@@ -176,6 +179,14 @@ class Handle:
         for name, module in parts.delta_nets.items():
             patches.append(Patch(module, "forward", partial(_delta_net_forward, module, mixer=Mixer(name, self))))
         return patches
+
+
+def handle_of(decoder: nn.Module) -> Handle:
+    """The handle of the patch that is installed on `decoder`."""
+    forward = vars(decoder).get("forward")
+    if not isinstance(forward, partial) or not isinstance(forward.args[0], Handle):
+        raise TypeError(f"{type(decoder).__name__} is not patched")
+    return forward.args[0]
 
 
 @contextmanager
@@ -224,7 +235,8 @@ def _decoder_forward(handle: Handle, module: PreTrainedModel, *args: Any, **kwar
     _refuse_autocast(layout.device)
     handle.reached.clear()
     output = type(module).forward(module, *args, **kwargs)
-    handle.check_reached(layout)
+    if not handle.by_layers:
+        handle.check_reached(layout)
     handle.reached.clear()
     return output
 

@@ -71,16 +71,18 @@ def update(stepper: Stepper, number: int, lr: float, batches: Sequence[Batch]) -
     """
     step = stepper
     step.optimizer.zero_grad()
-    losses, sums = [], []
-    for pack, batch in enumerate(batch.to(step.ranks.device) for batch in batches):
-        step.phase("forward", pack)
-        out = step.root(batch, draw=step.draw(number, pack))
-        if not out.loss.requires_grad:
+    losses: list[Tensor] = []
+    sums: list[Tensor] = []
+    for first in range(0, len(batches), step.root.at_once):
+        packs = [batch.to(step.ranks.device) for batch in batches[first : first + step.root.at_once]]
+        step.phase("forward", first)
+        outs = step.root.together(packs, [step.draw(number, first + place) for place in range(len(packs))])
+        if not all(out.loss.requires_grad for out in outs):
             raise gradients.NothingLearned("the loss depends on no trainable tensor")
-        step.phase("backward", pack)
-        out.loss.backward()
-        losses.append(out.loss.detach())
-        sums.append(_sums(out.loss.detach(), out.each, batch))
+        step.phase("backward", first)
+        torch.stack([out.loss for out in outs]).sum().backward()  # type: ignore[no-untyped-call]
+        losses += [out.loss.detach() for out in outs]
+        sums += [_sums(out.loss.detach(), out.each, batch) for out, batch in zip(outs, packs, strict=True)]
 
     step.phase("reduce", -1)
     norms = gradients.squared_norms(step.parameters)

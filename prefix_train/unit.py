@@ -107,6 +107,12 @@ def require_recomputed(layer: nn.Module) -> None:
         raise ValueError("a layer that is not recomputed keeps more than its input")
 
 
+def again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`layer` once more for its backward, for somebody who kept its input himself."""
+    with _Recomputation():
+        return _forward_of(layer)._run(*args, **kwargs)
+
+
 def refuse_other_recomputation(model: nn.Module) -> None:
     """Raise UserError where a module recomputes by transformers' switch or in a wrapper."""
     for name, module in model.named_modules():

@@ -1,0 +1,144 @@
+"""The model of a run that streams: made without its frozen weights, prepared like others, computed block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.errors import UserError
+from configs.schema import Config, ModelConfig
+from prefix_train import model as models
+from prefix_train import patch
+from prefix_train.model import Out
+from prefix_train.stream.frozen import Frozen
+from prefix_train.stream.head import Embedding, Head
+from prefix_train.stream.ring import Ring, Source, Unit
+from prefix_train.stream.schedule import resident_blocks
+from prefix_train.stream.store import Store
+from prefix_train.stream.walk import Down, Walk
+
+if TYPE_CHECKING:
+    from prefix_train.collate import Batch
+
+STAYING = ("final_norm", "vision")
+"""Files of a store whose tensors are in the model all the time."""
+
+
+def load(config: ModelConfig, store: Store) -> tuple[PreTrainedModel, Any]:
+    """The model of `config` in eval mode without its frozen weights, and its processor, as `model.load`.
+
+    Raises UserError where the store is not this model's.
+    """
+    model = models.skeleton(config, buffers=True)
+    fill(model, store)
+    return model, models.load_processor(config, model.config)
+
+
+def fill(skeleton: PreTrainedModel, store: Store) -> None:
+    """Let `skeleton`, on the meta device but for its buffers, be what it would be with all its weights.
+
+    What passes through takes no memory: it is one zero, as often as is needed. What stays is read. Raises UserError
+    unless the store has every tensor of the model, in its shape and dtype, and no others.
+    """
+    _audit(skeleton, store)
+    for name, parameter in list(skeleton.named_parameters()):
+        _put(skeleton, name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+    for block in store.blocks:
+        if block.name in STAYING:
+            for name, tensor in store.tensors(block):
+                _put(skeleton, name, tensor.clone())
+    skeleton.tie_weights()
+
+
+def _audit(model: PreTrainedModel, store: Store) -> None:
+    there = {f"{block.module}.{stored.name}": stored for block in store.blocks for stored in block.tensors}
+    wanted = dict(model.named_parameters())
+    unlike = {
+        name
+        for name in wanted.keys() & there.keys()
+        if (tuple(wanted[name].shape), wanted[name].dtype) != (there[name].shape, there[name].dtype)
+    }
+    missing, unexpected = wanted.keys() - there.keys(), there.keys() - wanted.keys()
+    models.audit(store.folder, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": unlike})
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    model.get_submodule(path)._parameters[attribute] = nn.Parameter(tensor, requires_grad=False)
+
+
+class Streamed(models.Root):
+    """A root that holds what is trained and little else. model: of `load`, prepared; it moves to `device`."""
+
+    def __init__(self, model: nn.Module, config: Config, store: Store, device: torch.device, images: bool) -> None:
+        train = config.train
+        super().__init__(
+            model, models.DTYPES[config.model.dtype], train.loss_chunk_rows, images, train.loss_chunk_words
+        )
+        self.at_once = config.stream.packs_per_visit
+        self.handle = patch.handle_of(self.anatomy.decoder)
+        self.handle.by_layers = True
+        self.norm: nn.Module = self.anatomy.decoder.norm
+        self.lowest = _lowest_adapted(self.anatomy.layers)
+        self._frozen = [Frozen(layer, block) for layer, block in zip(self.anatomy.layers, store.layers, strict=True)]
+        self.anatomy.base.get_input_embeddings().forward = Embedding(store)
+        _leave(self.anatomy.base.get_input_embeddings())
+        _leave(self.anatomy.head)
+        _move(model, device)
+        self.source = Source(store, device, config.stream.readers, config.stream.host == "pinned")
+        resident = resident_blocks(len(store.layers), config.stream.resident_blocks)
+        self.ring = Ring(self.source, [Unit.whole(block) for block in store.layers], config.stream.slots, resident)
+        self.head = Head(self.source, train.loss_chunk_words)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def forward(self, batch: Batch, draw: str | None = None) -> Out:
+        """As `Root.forward`."""
+        return self.together([batch], [draw])[0]
+
+    def together(self, batches: Sequence[Batch], draws: Sequence[str | None]) -> list[Out]:
+        """Losses of several packs, each block computing all of them in one visit; so does their backward."""
+        for batch, draw in zip(batches, draws, strict=True):
+            batch.layout.draw = draw
+        going = Walk(self, batches, torch.is_grad_enabled())
+        if not going.learning:
+            return going.up()
+        outs: list[Out] = []
+        losses = Down.apply(self._anchor, going, outs)  # type: ignore[no-untyped-call]
+        return [Out(loss, out.each) for loss, out in zip(losses, outs, strict=True)]
+
+    @contextmanager
+    def visit(self, index: int) -> Iterator[None]:
+        """Block `index` is there to be computed with."""
+        with self.ring.visit(index) as memory, self._frozen[index].within(memory):
+            yield
+
+
+def _lowest_adapted(layers: Sequence[nn.Module]) -> int:
+    """The first block that has something to train."""
+    for index, layer in enumerate(layers):
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            return index
+    raise UserError("engine=stream: no decoder block has an adapter; name modules in adapter.targets")
+
+
+def _leave(module: nn.Module) -> None:
+    """A weight that is never in the model."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    module._parameters["weight"] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Everything that is there moves to `device`."""
+    for owner in model.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)

@@ -1,0 +1,206 @@
+"""Slots of device memory that the store's bytes pass through: reading, copying and computing at the same time.
+
+Threads read pieces of a file into pinned memory and have them copied on streams of their own; the stream that computes
+waits for a block's pieces when it is visited. What was last computed with a slot is over before anything is written to
+it: copies wait for the event that ended that visit. On a CPU the slots are plain memory, and threads read into them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefix_train.stream.manifest import ALIGNMENT, BlockFile
+from prefix_train.stream.schedule import Load, Schedule
+from prefix_train.stream.store import Store
+
+PIECE = 16 << 20
+"""Bytes that one thread reads, and one copy moves, at a time."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bytes of a file that are brought to the device together."""
+
+    block: BlockFile
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def whole(cls, block: BlockFile) -> Unit:
+        """All of a file."""
+        return cls(block, 0, block.nbytes)
+
+
+class Source:
+    """Bytes of units on the host: read from the store's files, or from pinned copies of them."""
+
+    def __init__(self, store: Store, device: torch.device, readers: int, pinned: bool = False) -> None:
+        self.store, self.device = store, device
+        self._pinned: dict[str, Tensor] | None = {} if pinned and device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(readers, "stream-reader")
+        self._lanes: SimpleQueue[_Lane] = SimpleQueue()
+        if device.type == "cuda":
+            for _ in range(2 * readers):
+                self._lanes.put(_Lane(device, PIECE if self._pinned is None else 0))
+
+    def bring(self, unit: Unit, into: Tensor, after: Any) -> list[Future[Any]]:
+        """Begin to fill `into`, uint8 on the device, behind the event `after`; each future has a piece's own event."""
+        return [
+            self._pool.submit(self._move, unit, start, into[start : min(start + PIECE, unit.nbytes)], after)
+            for start in range(0, unit.nbytes, PIECE)
+        ]
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def pin(self, unit: Unit) -> None:
+        """Keep the unit's file in pinned memory, if that was asked for."""
+        if self._pinned is not None and unit.block.name not in self._pinned:
+            whole = torch.empty(unit.block.nbytes, dtype=torch.uint8, pin_memory=True)
+            self.store.read_into(unit.block, whole)
+            self._pinned[unit.block.name] = whole
+
+    def _move(self, unit: Unit, start: int, into: Tensor, after: Any) -> Any:
+        if self.device.type != "cuda":
+            self.store.read_into(unit.block, into, unit.offset + start)
+            return None
+        lane = self._lanes.get()
+        try:
+            return lane.move(self._on_host(unit, start, len(into), lane), into, after)
+        finally:
+            self._lanes.put(lane)
+
+    def _on_host(self, unit: Unit, start: int, nbytes: int, lane: _Lane) -> Tensor:
+        first = unit.offset + start
+        if self._pinned is not None and (whole := self._pinned.get(unit.block.name)) is not None:
+            return whole[first : first + nbytes]
+        staged = lane.staging(nbytes)
+        self.store.read_into(unit.block, staged, first)
+        return staged
+
+
+class _Lane:
+    """A piece's way to a CUDA device: pinned memory and a stream."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copied: Any = None
+
+    def staging(self, nbytes: int) -> Tensor:
+        """Pinned memory that nothing is copied out of any more."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._memory[:nbytes]
+
+    def move(self, source: Tensor, into: Tensor, after: Any) -> Any:
+        """Begin the copy; the event at its end."""
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            into.copy_(source, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(self._stream)
+        return self._copied
+
+
+@dataclass
+class Figures:
+    """What a ring did. reads: units brought to the device, nbytes: theirs. visits: units computed with. waited_s: time
+    in which the host waited for bytes (on CUDA: for them to be on their way)."""
+
+    reads: int = 0
+    nbytes: int = 0
+    visits: int = 0
+    waited_s: float = 0.0
+
+
+class Ring:
+    """`slots` slots for `units`, and memory of their own for the resident ones. Filled in the order of `Schedule`."""
+
+    def __init__(self, source: Source, units: Sequence[Unit], slots: int, resident: Sequence[int] = ()) -> None:
+        self.figures = Figures()
+        self.units = units
+        self._source = source
+        self._schedule = Schedule(slots, resident)
+        passing = [unit.nbytes for place, unit in enumerate(units) if place not in self._schedule.resident]
+        device, most = source.device, max(passing, default=0)
+        self._slots = [aligned_empty(most, device) for _ in range(slots if passing else 0)]
+        self._after: list[Any] = [self._now() for _ in self._slots]
+        self._coming: list[list[Future[Any]]] = [[] for _ in self._slots]
+        for unit in units:
+            source.pin(unit)
+        self._resident = {place: aligned_empty(units[place].nbytes, device) for place in resident}
+        for place, memory in self._resident.items():
+            self._settle(source.bring(units[place], memory, self._now()))
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory of slots and residents."""
+        return sum(memory.nbytes for memory in (*self._slots, *self._resident.values()))
+
+    def begin(self, order: Sequence[int], then: Sequence[int] = ()) -> None:
+        """Visits come in this `order`, and probably `then` in that one: loading begins."""
+        self._load(self._schedule.begin(order, then))
+
+    @contextmanager
+    def visit(self, place: int) -> Iterator[Tensor]:
+        """uint8: the bytes of the unit, on the device, which are there until the block ends."""
+        slot = self._schedule.enter(place)
+        self.figures.visits += 1
+        if slot is None:
+            memory = self._resident[place]
+        else:
+            memory = self._slots[slot]
+            self._settle(self._coming[slot])
+        try:
+            yield memory[: self.units[place].nbytes]
+        finally:
+            if slot is not None:
+                self._after[slot] = self._now()
+            self._load(self._schedule.leave())
+
+    def _load(self, loads: Sequence[Load]) -> None:
+        for load in loads:
+            unit = self.units[load.unit]
+            self._coming[load.slot] = self._source.bring(unit, self._slots[load.slot], self._after[load.slot])
+            self.figures.reads += 1
+            self.figures.nbytes += unit.nbytes
+
+    def _settle(self, pieces: list[Future[Any]]) -> None:
+        """Have computing wait for these pieces."""
+        began = time.monotonic()
+        for piece in pieces:
+            event = piece.result()
+            if event is not None:
+                torch.cuda.current_stream(self._source.device).wait_event(event)
+        pieces.clear()
+        self.figures.waited_s += time.monotonic() - began
+
+    def _now(self) -> Any:
+        """An event behind all computing so far; none on a CPU, where computing is over when the host goes on."""
+        if self._source.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._source.device))
+        return event
+
+
+def aligned_empty(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 [nbytes], beginning at a multiple of ALIGNMENT bytes, as allocators of torch give them."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    if memory.data_ptr() % ALIGNMENT:
+        raise RuntimeError(f"{device}: memory is not aligned to {ALIGNMENT} bytes")
+    return memory

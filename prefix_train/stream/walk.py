@@ -1,0 +1,191 @@
+"""One pass of a group of packs through a model whose blocks come and go: up for the losses, down for the gradients.
+
+The model's own code makes everything before the first block (embeddings, images, rotary tables) and decides what each
+block is called with; the blocks are then computed here, each for all packs of the group while it is there. Up keeps
+nothing but each block's inputs. Down computes a block once more and takes its gradients in the same visit, in the
+packs' order, straight into the trained parameters: a sum over packs has the order it has where the model stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from prefix_train import unit
+from prefix_train.loss import PassingHead
+from prefix_train.model import Out
+from prefix_train.stream.schedule import walk
+
+if TYPE_CHECKING:
+    from prefix_train.collate import Batch
+    from prefix_train.stream.engine import Streamed
+
+
+@dataclass
+class Passage:
+    """One pack on its way. calls: what each block is given besides the hidden states, [1, T, D].
+
+    entry: what the first block is given, with the graph that made it. inputs: of each block so far, kept for its
+    backward. grad: of what the last block that was not yet gone back through put out.
+    """
+
+    batch: Batch
+    entry: Tensor
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    hidden: Tensor
+    inputs: list[Any] = field(default_factory=list)
+    head: PassingHead | None = None
+    grad: Tensor | None = None
+
+
+class Walk:
+    """The pass of one group. learning: gradients will be wanted."""
+
+    def __init__(self, root: Streamed, batches: Sequence[Batch], learning: bool) -> None:
+        self.root, self.learning = root, learning
+        self.passages: list[Passage] = []
+        self._batches = batches
+        self._done = False
+
+    def up(self) -> list[Out]:
+        """Loss of each pack."""
+        root = self.root
+        self.passages = [self._enter(batch) for batch in self._batches]
+        blocks = len(root.anatomy.layers)
+        root.ring.begin(walk(blocks, self._lowest() if self.learning else None), walk(blocks, None))
+        root.head.begin(2 if self.learning else 1)
+        with torch.no_grad():
+            for index, layer in enumerate(root.anatomy.layers):
+                with root.visit(index):
+                    for passage in self.passages:
+                        self._rise(passage, index, layer)
+            return self._losses()
+
+    def down(self, loss_grads: Sequence[Tensor]) -> None:
+        """Add the gradients of all packs to the trained parameters'."""
+        if self._done:
+            raise RuntimeError("these packs went backward already, and nothing of them was kept")
+        self._done = True
+        root = self.root
+        for passage, grad in zip(self.passages, loss_grads, strict=True):
+            self._turn(passage, grad)
+        for index in reversed(range(self._lowest(), len(root.anatomy.layers))):
+            with root.visit(index):
+                for passage in self.passages:
+                    if index >= self._lowest_of(passage):
+                        self._fall(passage, index)
+        for passage in self.passages:
+            if passage.entry.requires_grad:
+                torch.autograd.backward(passage.entry, passage.grad)
+        self.passages.clear()
+
+    def _enter(self, batch: Batch) -> Passage:
+        """Everything before the first block, through the model's own forward, in which blocks only take notes."""
+        root = self.root
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        with root.copies or nullcontext(), torch.set_grad_enabled(self.learning), _noting(root, calls):
+            entry: Tensor = root.anatomy.body(**root._inputs(batch)).last_hidden_state
+        return Passage(batch, entry, calls, entry.detach())
+
+    def _rise(self, passage: Passage, index: int, layer: nn.Module) -> None:
+        args, kwargs = passage.calls[index]
+        if self.learning:
+            passage.inputs.append(passage.hidden)
+        passage.hidden = layer(passage.hidden, *args, **kwargs)
+        self.root.handle.check_reached(passage.batch.layout, index)
+
+    def _losses(self) -> list[Out]:
+        """The head passes by all packs' prediction rows."""
+        root = self.root
+        heads, orders = [], []
+        for passage in self.passages:
+            passage.head, order = PassingHead.of(root.norm(passage.hidden)[0], passage.batch.targets, root.chunk_rows)
+            heads.append(passage.head)
+            orders.append(order)
+        for first, tile in root.head.tiles():
+            for head in heads:
+                head.see(first, tile)
+        if self.learning:
+            for first, tile in root.head.tiles():
+                for head in heads:
+                    head.learn(first, tile)
+        return [
+            Out(head.total, torch.empty_like(head.each).index_copy_(0, order, head.each))
+            for head, order in zip(heads, orders, strict=True)
+        ]
+
+    def _turn(self, passage: Passage, loss_grad: Tensor) -> None:
+        """From the loss to what the last block put out."""
+        assert passage.head is not None
+        grad = passage.head.hidden_grad(passage.hidden.shape[1], loss_grad)[None]
+        passage.head = None
+        hidden = passage.hidden.requires_grad_()
+        with torch.enable_grad():
+            normed = self.root.norm(hidden)
+        (passage.grad,) = torch.autograd.grad(normed, hidden, grad)
+        del passage.hidden
+
+    def _fall(self, passage: Passage, index: int) -> None:
+        """One block, once more and backward."""
+        args, kwargs = passage.calls[index]
+        source = passage.inputs.pop().requires_grad_(index > self._lowest_of(passage) or passage.entry.requires_grad)
+        with torch.enable_grad():
+            out = unit.again(self.root.anatomy.layers[index], source, *args, **kwargs)
+        torch.autograd.backward(out, passage.grad)
+        passage.grad = source.grad
+
+    def _lowest(self) -> int:
+        """The last block that is gone back through."""
+        return min(map(self._lowest_of, self.passages))
+
+    def _lowest_of(self, passage: Passage) -> int:
+        return 0 if passage.entry.requires_grad else self.root.lowest
+
+
+class Down(torch.autograd.Function):
+    """A group's losses, whose backward is the way down. anchor: a leaf that wants a gradient and gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, going: Walk, outs: list[Out]) -> tuple[Tensor, ...]:
+        outs += going.up()
+        ctx.going = going
+        return tuple(out.loss for out in outs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *loss_grads: Tensor) -> tuple[None, None, None]:
+        ctx.going.down(loss_grads)
+        return None, None, None
+
+
+@contextmanager
+def _noting(root: Streamed, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
+    """Blocks note in `calls` what they are given, and pass hidden states on; so does the last norm."""
+
+    def note(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs))
+        return hidden
+
+    with _in_place_of(root.anatomy.layers, note), _in_place_of([root.norm], lambda hidden: hidden):
+        yield
+
+
+@contextmanager
+def _in_place_of(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
+    """Modules whose forward is another for a while."""
+    own = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, before in zip(modules, own, strict=True):
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
