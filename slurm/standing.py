@@ -177,7 +177,8 @@ def _doubts(
 
 
 def _unwatched(lost: Presence) -> str:
-    return f"the watcher of {lost.host} died at {time.strftime('%F %T', time.localtime(lost.gone))}: nobody watches that node"
+    when = time.strftime("%F %T", time.localtime(lost.gone))
+    return f"the watcher of {lost.host} died at {when}: nobody watches that node"
 
 
 def lives_of(run: Path) -> list[str]:
