@@ -95,6 +95,8 @@ class Found:
     """Of the watcher."""
     noticed_s: float
     judged_s: float
+    right: bool
+    """Both verdicts, the live one and that on the frozen evidence, name the culprit and the class."""
     case: Path
 
 
@@ -195,7 +197,13 @@ def _frozen(folder: Path, run: Path, work: Path, plan: Plan, status: int) -> Fou
         str(ROOT): "/runs/demo/code",
     }
     make.freeze(folder, label, make.split(nodes[0], (NODE,)), _at_home(alarm), names, CALLS)
-    return Found(said, status, round(alarm.time - culprit.since, 1), round(judged - culprit.since, 1), folder)
+    again = cases.read(folder).judge()
+    right = all((one.kind, one.ranks) == (plan.kind, (plan.rank,)) for one in (said, again))
+    noticed_s, judged_s = (round(then - culprit.since, 1) for then in (alarm.time, judged))
+    found = Found(said, status, noticed_s, judged_s, right, folder)
+    runfolder.write_json(folder.with_suffix(".json"), {**asdict(found), "case": folder.name, "frozen": asdict(again)})
+    shutil.copytree(hung, folder.with_suffix(".raw"), dirs_exist_ok=True)
+    return found
 
 
 def _at_home(alarm: Alarm) -> Alarm:
@@ -227,17 +235,13 @@ def main() -> int:
         began = time.monotonic()
         try:
             found = hang(given.folder, name, given.cpu)
-        except (TimeoutError, subprocess.SubprocessError) as error:
+        except TimeoutError as error:
             print(f"BAD {name} ({time.monotonic() - began:.0f} s): {error}", flush=True)
             good = False
             continue
-        plan, again = PLANS[name], cases.read(found.case).judge()
-        right = all(one.ranks == (plan.rank,) and one.kind == plan.kind for one in (found.said, again))
-        good &= right
-        document = {**asdict(found), "case": name, "right": right, "frozen": again.sentence}
-        runfolder.write_json(given.folder / f"{name}.json", document)
-        times = f"noticed after {found.noticed_s} s, judged after {found.judged_s} s"
-        print(f"{'ok ' if right else 'BAD'} {name} ({time.monotonic() - began:.0f} s): {times}, status {found.status}")
+        good &= found.right
+        print(f"{'ok ' if found.right else 'BAD'} {name} ({time.monotonic() - began:.0f} s): noticed after "
+              f"{found.noticed_s} s, judged after {found.judged_s} s, status {found.status}")  # fmt: skip
         print(found.said.text(), flush=True)
     return 0 if good else 1
 
