@@ -99,6 +99,9 @@ def _healthy(name: str, faults: dict[int, str], world: int, story: str, look: st
     return Plan(name, story, "slow_alive", faults, world, (), look, healthy=True, **more)
 
 
+ON_GPUS: tuple[str, ...] = ()
+"""Cases that tests.gpu.hang_run has made on two GPUs, over NCCL."""
+
 SAVES = {"save_every": 6, "save_s": 3.0}
 EVALUATES = {"evaluate_every": 6, "evaluate_s": 3.0}
 
