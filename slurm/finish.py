@@ -26,7 +26,7 @@ from configs.console import run as run_app
 from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import End
-from slurm import acts, causes, launch, life, memory, policy, presence, scheduler, verdict
+from slurm import acts, causes, diagnose, evidence, launch, life, memory, policy, presence, scheduler, unequal, verdict
 from slurm.launch import Said
 from slurm.policy import Cause, Life
 from slurm.presence import Presence
@@ -76,7 +76,7 @@ def _judge(run: Path, srun_status: int, per_node: int | None, attempt: int) -> O
     if per_node and (lost := _lost_ranks(ends, per_node)):
         return _node_lost(lost, srun_status, ends)
     if failed := sorted((end for end in ends if end.status not in ENDED_WELL), key=causes.order):
-        return _failed(failed, ends)
+        return _by_rings(run, attempt, failed[0], _failed(failed, ends))
     silent = _silent(ends)
     if (srun_status or silent) and (fault := _unwritable(run)):
         return Outcome(srun_status or FAILED, f"failed: {fault}", "setup")
@@ -103,6 +103,23 @@ def _failed(failed: Sequence[End], ends: Sequence[End]) -> Outcome:
         host = causes.suspect(failed, causes.addresses)
         ranks = tuple(end.rank for end in ends if end.host == host)
     return Outcome(_status(first), f"failed: {_sentence(first)}", cause, ranks)
+
+
+def _by_rings(run: Path, attempt: int, first: End, found: Outcome) -> Outcome:
+    """`found`, with what the ranks' collectives say: where these do not fit, gloo may end an innocent rank."""
+    if not _may_not_fit(first) or not evidence.answered(evidence.of_end(run, attempt)):
+        return found
+    try:
+        told = diagnose.of_life(run, attempt)
+    except evidence.BadEvidence as error:
+        return found._replace(line=f"{found.line}; what its watchers saw cannot be read: {error}")
+    if told is None or told.kind not in unequal.KINDS.values():
+        return found
+    return found._replace(line=f"{found.line}; {told.sentence}", ranks=told.ranks)
+
+
+def _may_not_fit(end: End) -> bool:
+    return unequal.odd(end) or causes.lost_connections(end)
 
 
 def act_failed(run: Path, name: str, status: int) -> Outcome:
@@ -175,12 +192,15 @@ def resume(run: Path) -> str:
     return f"to go on: {shlex.join(['python', '-m', 'slurm.submit', str(run)])}"
 
 
-def wait_for_words(run: Path, seconds: float) -> None:
-    """Give watchers the time to write how killed ranks ended."""
-    deadline = time.monotonic() + seconds
+def wait_for_words(run: Path, seconds: float, nodes: int) -> None:
+    """Give watchers the time to write how killed ranks ended, and all `nodes` of them what the ranks' collectives were
+    where these may be the cause.
+    """
+    deadline, attempt = time.monotonic() + seconds, runfolder.process_attempt()
     while time.monotonic() < deadline:
-        ends = [end for end in heartbeat.read_ends(run) if end.attempt == runfolder.process_attempt()]
-        if ends and not _silent(ends):
+        ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
+        unseen = any(map(_may_not_fit, ends)) and len(evidence.answered(evidence.of_end(run, attempt))) < nodes
+        if ends and not _silent(ends) and not unseen:
             return
         time.sleep(0.1)
 
@@ -292,7 +312,7 @@ def _end(run: Path, outcome: str) -> tuple[Outcome, Life | None]:
     if name:
         return decide(run, config, ask_slurm(run, act_failed(run, name, int(status)), config.slurm.tasks_per_node))
     if int(status):
-        wait_for_words(run, WORD_S + config.watch.poll_s)
+        wait_for_words(run, WORD_S + config.watch.poll_s, config.slurm.nodes)
     per_node = config.slurm.tasks_per_node if config.slurm.nodes > 1 else None
     return decide(run, config, ask_slurm(run, conclude(run, int(status), per_node), config.slurm.tasks_per_node))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from prefix_train.heartbeat import End
 from slurm import divergence, signs, wording
 from slurm.evidence import Collective
 from slurm.finding import Finding, Kind, Sure
@@ -22,13 +23,17 @@ KINDS: dict[divergence.Way, Kind] = {
 }
 
 
+def odd(end: End) -> bool:
+    """Whether a rank ended in the way in which collectives that do not fit end ranks."""
+    return end.signal == "SIGABRT" or bool(MISMATCH.search(end.message or ""))
+
+
 def broken_collective(case: Case) -> Finding | None:
     """Collectives that did not fit end a rank under gloo, not always the one at fault."""
     first = next(iter(case.ended), None)
     if first is None or first.end is None or case.divergence is None:
         return None
-    odd_end = first.end.signal == "SIGABRT" or bool(MISMATCH.search(first.end.message or ""))
-    return _diverged(case) if odd_end or signs.lost(first) else None
+    return _diverged(case) if odd(first.end) or signs.lost(first) else None
 
 
 def skips_module(case: Case) -> Finding | None:

@@ -17,7 +17,7 @@ import pytest
 from configs import compose, runfolder
 from configs.schema import SlurmConfig
 from prefix_train.heartbeat import Beat, End
-from slurm import alarms, diagnose, evidence, life, verdict, watch
+from slurm import alarms, causes, diagnose, evidence, finish, life, verdict, watch
 from slurm.policy import Life
 from slurm.watch import Watcher
 from tests.hangs import pieces, runs
@@ -110,6 +110,44 @@ def test_a_rank_aborted_by_sizes_is_explained_by_the_rings_that_the_watchers_kep
     found = diagnose.diagnose(run)
     assert found.verdict is not None
     assert (found.verdict.kind, found.verdict.ranks) == ("size_mismatch", (1,))
+
+
+@pytest.mark.parametrize("name", ["size-sum", "size-sum-first", "extra-sum"])
+def test_the_jobs_last_line_says_what_the_rings_say(run: Path, name: str) -> None:
+    case = read(CORPUS / name)
+    expected = case.judge()
+    ends = [rank.end for node in case.nodes for rank in node.ranks if rank.end]
+    bad = min((end for end in ends if end.status != 0), key=causes.order)
+    leave(run, *ends)
+    alone = finish.conclude(run, 143)
+    for node in case.nodes:
+        evidence.write(evidence.of_end(run, 0), node, run)
+    found = finish.conclude(run, 143)
+    told = diagnose.of_life(run, 0)
+    assert told is not None
+    assert (told.kind, told.ranks) == (expected.kind, expected.ranks)
+    assert found.line == f"{alone.line}; {told.sentence}"
+    assert found.line.startswith(f"failed: rank {bad.rank} on {bad.host} was ended by SIGABRT")
+    assert (found.ranks, found.cause, found.status) == (expected.ranks, "died", alone.status)
+    damaged = next((evidence.of_end(run, 0) / evidence.FOLDER).glob("*"))
+    damaged.write_text("{")
+    assert finish.conclude(run, 143).line.startswith(f"{alone.line}; what its watchers saw cannot be read: {damaged}")
+
+
+def waited_s(run: Path, nodes: int = 1) -> float:
+    began = time.monotonic()
+    finish.wait_for_words(run, 3.0, nodes)
+    return time.monotonic() - began
+
+
+def test_only_after_an_abort_what_the_watchers_saw_is_waited_for(run: Path) -> None:
+    leave(run, *(pieces.end(number, 4, "node1", signal="SIGKILL", status=None) for number in range(4)))
+    assert waited_s(run) < 1.5
+    leave(run, pieces.end(2, 4, "node1", signal="SIGABRT", status=None))
+    assert waited_s(run) >= 3.0
+    evidence.write(evidence.of_end(run, 0), pieces.node("node1", []), run)
+    assert waited_s(run) < 1.5
+    assert waited_s(run, nodes=2) >= 3.0
 
 
 def live_and_die(tmp_path: Path, fault: str, culprit: int, world: int) -> tuple[Path, int]:
