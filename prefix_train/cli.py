@@ -13,12 +13,14 @@ from configs import compose, runfolder
 from configs.console import make_app, print_json, run
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train.stream.cli import app as stream_app
 
 app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
 data_app = make_app("Write demonstration data. Example: prefix-train data digits")
 bench_app = make_app("Measure. Example: prefix-train bench cpu --out cpu.json")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+app.add_typer(stream_app, name="stream")
 
 Where = Annotated[Path, typer.Argument(help="Configuration (YAML) or run folder.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]

@@ -23,7 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from configs.errors import UserError
 from configs.modelpath import is_gguf, locate
 from configs.schema import ModelConfig
-from prefix_train import gguf_config, model, tiny
+from prefix_train import geometry, gguf_config, model, tiny
 from prefix_train.stream import places
 from prefix_train.stream.places import Parts, parts_of_weight
 
@@ -55,6 +55,7 @@ Read = Callable[[str], Tensor]
 
 def open_source(config: ModelConfig) -> Source:
     """The weights that a run with `config` would load. UserError where a tensor is missing, or one is too many."""
+    geometry.read_config(config)  # says in one line what is no model
     skeleton = model.skeleton(config)
     if config.path is None:
         built = tiny.build_model(config.build, config.seed, model.DTYPES[config.dtype])
