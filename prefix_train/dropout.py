@@ -8,6 +8,7 @@ Blocks of rows have seeds of their own so that a part of the rows can be drawn b
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +33,22 @@ class SeededDropout(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`inputs`: [..., D]; rows are all dimensions but the last."""
+        keep = self.keep(inputs)
+        return inputs if keep is None else inputs * keep / (1 - self.p)
+
+    def keep(self, inputs: Tensor) -> Tensor | None:
+        """Which entries stay: ones and zeros of the inputs' shape and dtype; None where all do."""
         if not self.training or self.p == 0:
-            return inputs
+            return None
         if self.draw is None:
             raise RuntimeError(f"{self.place}: dropout without a draw (run, update, pack)")
-        return inputs * self._keep(self.draw, inputs) / (1 - self.p)
-
-    def _keep(self, draw: str, inputs: Tensor) -> Tensor:
-        """Which entries stay, bool of the inputs' shape."""
-        keep = torch.empty(inputs.shape, dtype=torch.bool, device=inputs.device)
+        keep = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         first, odd = divmod(self.first_row, BLOCK)
         if odd:
             raise ValueError(f"{self.place}: rows from {self.first_row} on do not begin a block of {BLOCK}")
         for block, part in enumerate(torch.split(keep.view(-1, keep.shape[-1]), BLOCK), first):
-            generator = torch.Generator(inputs.device).manual_seed(seed_of(draw, self.place, str(block)))
-            torch.ge(torch.rand(part.shape, generator=generator, device=inputs.device), self.p, out=part)
+            generator = torch.Generator(inputs.device).manual_seed(seed_of(self.draw, self.place, str(block)))
+            part.bernoulli_(1 - self.p, generator=generator)
         return keep
 
     def extra_repr(self) -> str:
@@ -59,10 +61,28 @@ def seed_of(*names: str) -> int:
     return int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:8], "big") >> 1
 
 
-def set_draw(dropouts: list[SeededDropout], draw: str | None) -> None:
+def set_draw(dropouts: Sequence[SeededDropout], draw: str | None) -> None:
     """Say which (run, update, pack) the next masks belong to."""
     for dropout in dropouts:
         dropout.draw = draw
+
+
+def draw_of(dropouts: Sequence[SeededDropout]) -> str | None:
+    """(run, update, pack) of the present forward; None where nothing drops."""
+    return dropouts[0].draw if dropouts else None
+
+
+def tiles(dropouts: Sequence[SeededDropout], count: int, rows: int) -> Iterator[slice]:
+    """Slices of `rows` of the next `count` rows, each dropout told where they begin."""
+    before = [one.first_row for one in dropouts]
+    try:
+        for start in range(0, count, rows):
+            for one, first in zip(dropouts, before, strict=True):
+                one.first_row = first + start
+            yield slice(start, min(start + rows, count))
+    finally:
+        for one, first in zip(dropouts, before, strict=True):
+            one.first_row = first
 
 
 def find(module: nn.Module) -> list[SeededDropout]:

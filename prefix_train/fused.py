@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
 
@@ -21,6 +25,9 @@ PLAIN = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRM
 """Norms that round to the input's dtype before they scale by the weight."""
 GATED = frozenset({"Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "Qwen3NextRMSNormGated"})
 """Plain norms times silu(gate)."""
+
+ROW, LEAST = 4096, 256
+"""Elements of a row that an element-wise kernel is given, and fewest for which rows are made anew."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -52,8 +59,8 @@ class Norm:
     def __call__(self, *inputs: Tensor) -> Tensor:
         if not runs(inputs[0], self.elementwise):
             return self.otherwise(*inputs)
-        norm = _liger("rms_norm", "LigerRMSNormFunction")
-        out: Tensor = norm(inputs[0], self.module.weight, self.eps, self.offset, self.mode, False)
+        norm: Any = _liger("rms_norm", "LigerRMSNormFunction")
+        out: Tensor = norm.apply(inputs[0], self.module.weight, self.eps, self.offset, self.mode, False)
         return silu_mul(inputs[1], out) if self.gated else out
 
 
@@ -87,11 +94,54 @@ def runs(inputs: Tensor, elementwise: str) -> bool:
 
 
 def silu_mul(gate: Tensor, other: Tensor) -> Tensor:
-    """silu(gate) * other. Backward writes over both: nothing else may have saved them."""
-    out: Tensor = _liger("swiglu", "LigerSiLUMulFunction")(gate, other)
+    """silu(gate) * other, by Liger. Backward writes over both: nothing else may have saved them."""
+    out: Tensor = _SiluMul.apply(gate, other)  # type: ignore[no-untyped-call]
     return out
 
 
-def _liger(module: str, function: str) -> Callable[..., Tensor]:
-    apply: Callable[..., Tensor] = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
-    return apply
+class _SiluMul(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, other: Tensor) -> Tensor:
+        gate, other = gate.contiguous(), other.contiguous()
+        ctx.save_for_backward(gate, other)
+        return _swiglu(gate, other)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _swiglu_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+def activate(gate: Tensor, other: Tensor, elementwise: str) -> Tensor:
+    """silu(gate) * other, without a graph."""
+    return _swiglu(gate, other) if runs(gate, elementwise) else F.silu(gate) * other
+
+
+def activate_backward(grad: Tensor, gate: Tensor, other: Tensor, elementwise: str) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate` and `other`, which may be written over. All are contiguous."""
+    if runs(gate, elementwise):
+        return _swiglu_backward(grad, gate, other)
+    of_gate: Tensor = torch.ops.aten.silu_backward(grad * other, gate)
+    return of_gate, grad * F.silu(gate)
+
+
+def _swiglu(gate: Tensor, other: Tensor) -> Tensor:
+    out: Tensor = _liger("swiglu", "swiglu_forward")(_flat(gate), _flat(other))[2]
+    return out.view(gate.shape)
+
+
+def _swiglu_backward(grad: Tensor, gate: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    of_gate, of_other = _liger("swiglu", "swiglu_backward")(_flat(gate), _flat(other), _flat(grad))
+    return of_gate.view(gate.shape), of_other.view(other.shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Rows of another width: Liger's kernels take a row each, as wide as the next power of two. Feed-forward rows leave
+    much of that empty, rows of a head are too short."""
+    width = math.gcd(x.numel(), ROW)
+    return x.view(-1, width) if width >= LEAST else x
+
+
+def _liger(module: str, function: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function)
+    return found

@@ -43,7 +43,7 @@ class Pinned:
             address, length = self.tensor.data_ptr() + start, min(segment, size - start)
             ctypes.memset(address, 0, length)
             with torch.cuda.device(device):
-                _check(torch.cuda.cudart().cudaHostRegister(address, length, 0))
+                _check(_driver().cudaHostRegister(address, length, 0))
             registered.append(address)
 
         with ThreadPoolExecutor(threads()) as pool:
@@ -59,7 +59,11 @@ def _unregister(addresses: list[int], memory: mmap.mmap, device: int) -> None:
     """memory: stays mapped until here."""
     torch.cuda.synchronize(device)
     for address in addresses:
-        _check(torch.cuda.cudart().cudaHostUnregister(address))
+        _check(_driver().cudaHostUnregister(address))
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _check(status: Any) -> None:

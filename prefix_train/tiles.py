@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from prefix_train import dropout, fused, unit
+from prefix_train import dropout, frozen, fused, products, unit
 from prefix_train.anatomy import Anatomy
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -32,6 +32,7 @@ NORM = "norm"
 
 def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
     """Tile norms, adapted linear modules and gated feed-forwards of the decoder's layers. Experts stay as they are.
+    Where the weights are frozen, `frozen` computes linear modules and feed-forwards; else they are `Tiled`.
 
     rows: positions of a tile, a multiple of dropout.BLOCK; norms of heads get as many elements. elementwise: see
     `fused.resolve`. Raises ValueError where `rows` is no such multiple, and where a layer is not recomputed: tiles are
@@ -45,10 +46,12 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
         within: set[nn.Module] = set()
         if block is not None and _is_feed_forward(block):
             within = set(block.modules())
-            inner = block.forward
-            if fused.knows_activation(block):
+            inner, known = block.forward, fused.knows_activation(block)
+            if known:
                 inner = fused.FeedForward(block, elementwise, inner)
             block.forward = Tiled(block, rows, inner, last=_base(block.down_proj), unread=True)
+            if known and all(products.knows(getattr(block, name)) for name in FEED_FORWARD):
+                block.forward = frozen.FeedForward(block, rows, elementwise, block.forward)
         for name, module in layer.named_modules():
             if module in within:
                 continue
@@ -57,7 +60,8 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
                 tiled = Tiled(module, several * rows, module.forward)
                 module.forward = fused.Norm(module, elementwise, tiled) if fused.knows_norm(module) else tiled
             elif isinstance(module, LoraLayer):
-                module.forward = Tiled(module, rows, module.forward, last=_base(module))
+                tiled = Tiled(module, rows, module.forward, last=_base(module))
+                module.forward = frozen.Adapted(module, rows, tiled) if products.knows(module) else tiled
 
 
 def _normalises(name: str, module: nn.Module) -> bool:
@@ -110,7 +114,7 @@ class Tiled:
     @property
     def draw(self) -> str | None:
         """(run, update, pack) of the present forward."""
-        return self._dropouts[0].draw if self._dropouts else None
+        return dropout.draw_of(self._dropouts)
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """[..., D] -> [rows, D]."""
@@ -118,14 +122,7 @@ class Tiled:
 
     def tiles(self, count: int) -> Iterator[slice]:
         """Slices of `count` rows, dropout told where each begins."""
-        try:
-            for start in range(0, count, self.rows):
-                for one in self._dropouts:
-                    one.first_row = start
-                yield slice(start, min(start + self.rows, count))
-        finally:
-            for one in self._dropouts:
-                one.first_row = 0
+        return dropout.tiles(self._dropouts, count, self.rows)
 
     def _forward(self, inputs: Sequence[Tensor]) -> Tensor:
         flat = self.flat(inputs)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from prefix_train import fused
+from prefix_train import frozen, fused
+from prefix_train.dropout import SeededDropout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,6 +76,32 @@ def test_gated_norm() -> None:
     compare(module, [torch.randn(4097, 128, device="cuda") for _ in range(2)], fused.Norm)
 
 
-def test_feed_forward() -> None:
+@pytest.mark.parametrize("inner", [1408, 17408, 1000])
+def test_feed_forward(inner: int) -> None:
     torch.manual_seed(3)
-    compare(Block(512, 1408).cuda(), [torch.randn(1, 517, 512, device="cuda")], fused.FeedForward)
+    compare(Block(512, inner).cuda(), [torch.randn(1, 517, 512, device="cuda")], fused.FeedForward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_feed_forward(dtype: torch.dtype) -> None:
+    """Tiles with adapters on all three, backward written out, against the module's own operations in float64."""
+    torch.manual_seed(4)
+    config = LoraConfig(r=8, lora_dropout=0.1, target_modules=["gate_proj", "up_proj", "down_proj"])
+    made: Any = get_peft_model(Block(512, 1408), config).base_model.model  # type: ignore[arg-type]
+    for name, module in made.named_modules():
+        if hasattr(module, "lora_dropout"):
+            nn.init.normal_(module.lora_B["default"].weight, 0.0, 0.05)
+            module.lora_dropout["default"] = SeededDropout(0.0, name)
+    own, x = made.cuda().to(dtype), torch.randn(1, 5000, 512, device="cuda", dtype=dtype)
+    weight = torch.randn(x.shape, dtype=torch.float64, device="cuda")
+    found = []
+    for kind in ("truth", "own", "mine"):
+        block = copy.deepcopy(own).double() if kind == "truth" else copy.deepcopy(own)
+        forward = frozen.FeedForward(block, 2048, "liger", block.forward) if kind == "mine" else block
+        given = x.to(block.gate_proj.base_layer.weight.dtype).requires_grad_()
+        out = forward(given * 1)
+        learned = [one for one in block.parameters() if one.requires_grad]
+        found.append([out.detach(), *torch.autograd.grad((out.double() * weight).sum(), [given, *learned])])
+    for true, slow, fast in zip(*found, strict=True):
+        floor = 2e-6 if dtype == torch.float32 else 1e-3
+        assert error(fast, true) <= max(1.2 * error(slow, true), floor)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import AdapterConfig, Config, MemoryConfig, TrainConfig
-from prefix_train import anatomy, blame, dropout, fused, gradients, model, step, tiles
+from prefix_train import anatomy, blame, dropout, frozen, fused, gradients, model, products, step, tiles
 from prefix_train.dist import Ranks
 from tests import batches, models, oracle
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 COUNT = 7
-TILED = (tiles.Tiled, fused.Norm)
+TILED = (tiles.Tiled, fused.Norm, frozen.Adapted, frozen.FeedForward)
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -127,7 +127,8 @@ def test_a_draw_belongs_to_its_forward() -> None:
 
 
 @pytest.mark.usefixtures("wide")
-def test_products_that_nothing_reads_are_not_computed() -> None:
+def test_products_that_nothing_reads_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "knows", lambda _: False)  # of frozen ones see test_frozen
     base = built("llama")
     packs = batches.batches(batches.make(base, COUNT), [[0, 1, 2, 3, 4, 5, 6]])
     trainer = trainer_of(base, options("adapter", 8), False)

@@ -1,0 +1,103 @@
+"""The product of rows with a linear module's frozen weight and with its adapter, and its backward, written out.
+
+    x W^T (+ bias) + s (m * x) A^T B^T
+
+m: the mask of the adapter's dropout, made again where it is needed; s: the adapter's scaling over the share that the
+mask keeps. Autograd would give each factor, product and sum a pass over memory of its own, forward and backward: here
+factors stand in the products, and sums are added to where they belong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+
+from prefix_train.dropout import SeededDropout
+
+
+class Weights(NamedTuple):
+    """[out, in], [out], [rank, in] and [out, rank]; frozen the first two."""
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+
+
+class Product:
+    """Of one module that `knows` says yes to. dropout: its adapter's, where it has one that drops."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.base: Any = getattr(module, "base_layer", module)
+        self.name: str | None = next(iter(module.lora_A)) if isinstance(module, LoraLinear) else None
+        held = module.lora_dropout[self.name] if self.name is not None else None
+        self.dropout = held if isinstance(held, SeededDropout) else None
+
+    def weights(self) -> Weights:
+        """What the module holds at this moment: the copies in the computing dtype, or what sharding has gathered."""
+        a = b = None
+        if self.name is not None:
+            a, b = self.module.lora_A[self.name].weight, self.module.lora_B[self.name].weight
+        return Weights(self.base.weight, self.base.bias, a, b)
+
+    def ready(self, x: Tensor) -> bool:
+        """Does what is written here compute what the module would: frozen, one dtype, its one adapter switched on?"""
+        weight, bias, a, b = self.weights()
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            return False
+        if any(one is not None and one.dtype != x.dtype for one in (weight, bias, a, b)):
+            return False
+        off: bool = self.name is not None and (
+            self.module.disable_adapters or self.module.merged or list(self.module.active_adapters) != [self.name]
+        )
+        return not off
+
+    def forward(self, x: Tensor, weights: Weights, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """[n, in] -> [n, out], and the rank-wide product [n, rank] that backward wants. Without a graph."""
+        weight, bias, a, b = weights
+        out = torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
+        if a is None or b is None:
+            return out, None
+        keep, scale = self._mask(x)
+        low = (x if keep is None else x * keep) @ a.mT
+        return out.addmm_(low, b.mT, alpha=scale), low
+
+    def backward(
+        self, grad: Tensor, x: Tensor, low: Tensor | None, weights: Weights, into: Tensor | None, more: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Gradients of the adapter, [rank, in] and [out, rank], where there is one; that of x is put into `into`.
+
+        grad: [n, out]. low: what forward gave; None: made again. more: add to what is in `into`.
+        """
+        weight, _, a, b = weights
+        if into is not None:
+            into.addmm_(grad, weight) if more else torch.mm(grad, weight, out=into)
+        if a is None or b is None:
+            return None
+        keep, scale = self._mask(x)
+        dropped = x if keep is None else x * keep
+        low = dropped @ a.mT if low is None else low
+        up = grad @ b
+        if into is not None:
+            into.addmm_(up, a, alpha=scale) if keep is None else into.addcmul_(up @ a, keep, value=scale)
+        return (up.mT @ dropped).mul_(scale), (grad.mT @ low).mul_(scale)
+
+    def _mask(self, x: Tensor) -> tuple[Tensor | None, float]:
+        scaling = float(self.module.scaling[self.name])
+        keep = None if self.dropout is None else self.dropout.keep(x)
+        return keep, scaling if keep is None or self.dropout is None else scaling / (1 - self.dropout.p)
+
+
+def knows(module: Any) -> bool:
+    """Is it a plain linear module, bare or with one plain LoRA adapter?"""
+    if type(module) is nn.Linear:
+        return True
+    if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear or module.fan_in_fan_out:
+        return False
+    (name, *others) = module.lora_A
+    plain = isinstance(module.lora_dropout[name], SeededDropout | nn.Identity) and module.lora_B[name].bias is None
+    return bool(plain and not others and not module.lora_variant)
