@@ -30,6 +30,8 @@ VARIABLE = "PREFIX_TRAIN_ATTEMPT"
 
 NOT_AGAIN = 1
 """Exit status of a job that Slurm began again although its last life says that it shall not be."""
+CLOCKS_S = 60.0
+"""How far the clocks of Slurm and of the run folder's file server may be apart."""
 MAX_MOVES = 2
 """How often a job asks for other nodes before it takes what it gets."""
 
@@ -126,13 +128,18 @@ def _judge_last(run: Path, lives: Sequence[Life]) -> tuple[Life, policy.Decision
     """The last life with its cause, and what follows."""
     last, config = lives[-1], from_run(run)
     try:
-        dead = scheduler.dead_nodes(last.nodes)
+        dead = scheduler.dead_nodes(last.nodes, _began(run, last) - CLOCKS_S)
     except NoAnswer as silence:
         print(f"which of the last life's nodes are down is not known: {silence}", file=sys.stderr)
         dead = ()
     last = replace(last, cause="node" if dead else "killed", culprits=dead, update=reached(run, last.attempt))
     decision = policy.decide([*lives[:-1], last], config.slurm.max_requeues, exclude_unfit=False)
     return replace(last, excluded=decision.exclude), decision
+
+
+def _began(run: Path, life: Life) -> float:
+    """Seconds since 1970: what is known of a life that nobody could end was written when it began."""
+    return (run / runfolder.LIVES / f"{life.attempt}.json").stat().st_mtime
 
 
 def _move(run: Path, job: str, lives: Sequence[Life], bad: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import NamedTuple
 
 ANSWER_S = 30.0
@@ -56,20 +57,36 @@ def names(*lists: str) -> tuple[str, ...]:
     return tuple(name for text in lists for name in ask("scontrol", "show", "hostnames", text).split())
 
 
-def dead_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `nodes` that take no jobs at present, or do not respond."""
-    dead = {name for name, alive in _states("-n", ",".join(nodes)) if not alive}
+def dead_nodes(nodes: Sequence[str], since: float) -> tuple[str, ...]:
+    """Those of `nodes` that take no jobs at present, or do not respond.
+
+    Where Slurm knows when that began, it has to be after `since`, seconds since 1970.
+    """
+    lines = [line.split(None, 2) for line in _sinfo("-n", ",".join(nodes), "-o", "%N %T %H")]
+    dead = {name for name, state, when in lines if not _alive(state) and not _before(when, since)}
     return tuple(node for node in nodes if node in dead)
 
 
 def partition_nodes() -> set[str]:
     """Nodes of this job's partition that take jobs."""
-    return {name for name, alive in _states("-p", os.environ["SLURM_JOB_PARTITION"]) if alive}
+    lines = [line.split() for line in _sinfo("-p", os.environ["SLURM_JOB_PARTITION"], "-o", "%N %T")]
+    return {name for name, state in lines if _alive(state)}
 
 
-def _states(*which: str) -> list[tuple[str, bool]]:
-    lines = [line.split() for line in ask("sinfo", "-h", "-N", *which, "-o", "%N %T").splitlines()]
-    return [(name, not state.startswith(DEAD) and not state.endswith("*")) for name, state in lines]
+def _sinfo(*arguments: str) -> list[str]:
+    return ask("sinfo", "-h", "-N", *arguments).splitlines()
+
+
+def _alive(state: str) -> bool:
+    return not state.startswith(DEAD) and not state.endswith("*")
+
+
+def _before(when: str, since: float) -> bool:
+    """Whether sinfo's time of a node's reason is before `since`: it prints `Unknown` where there is none."""
+    try:
+        return datetime.fromisoformat(when).timestamp() < since
+    except ValueError:
+        return False
 
 
 def requeue(job: str, exclude: Iterable[str]) -> None:

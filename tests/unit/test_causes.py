@@ -277,3 +277,39 @@ def test_watcher_that_died_is_written_down_once_and_told(run: Path) -> None:
     line = finish.conclude(run, 0).line
     assert "with a checkpoint; the watcher of " in line
     assert line.endswith(f"; to go on: python -m slurm.submit {run}")
+
+
+SINFO = """node1 drained {before}
+node2 down* {since}
+node3 drained Unknown
+node4 allocated* Unknown
+node5 idle Unknown
+node6 down a while ago
+node2 down* {since}
+"""
+
+
+def test_a_life_that_could_not_say_how_it_ended_blames_nodes_that_fell_out_in_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("model: {build: {x: 1}}", "data: {train: t.jsonl}", "pack: {packs_per_update: 2}", "train: {updates: 9}")
+    runfolder.write_text(run / runfolder.CONFIG, "\n".join(options))
+    asked: list[str] = []
+
+    def answer(*argv: str) -> str:
+        asked.append(argv[-1])
+        times = {"before": -3600, "since": 30}
+        return SINFO.format(**{
+            name: time.strftime("%FT%T", time.localtime(time.time() + seconds)) for name, seconds in times.items()
+        })  # fmt: skip
+
+    monkeypatch.setattr(scheduler, "ask", answer)
+    monkeypatch.setattr(scheduler, "job_nodes", lambda: ("node5",))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    life.begin(run, 0)
+    life.write(run, policy.Life(0, "17", tuple(f"node{number}" for number in range(1, 7))))
+    assert life.begin_job(run) == 1
+    first = life.read(run)[0]
+    assert (first.cause, first.culprits) == ("node", ("node2", "node3", "node4", "node6"))
+    assert asked == ["%N %T %H"]
