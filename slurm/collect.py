@@ -277,11 +277,9 @@ def collective(record: Record) -> Collective:
 
 
 def _issued(calls: Sequence[Collective]) -> tuple[Collective, ...]:
-    """Collectives on a GPU of which only the host's side is known: of each group the last one counts as under way."""
-    last = {one.group: one.number for one in calls}
-    return tuple(
-        replace(one, state="done") if one.state == "called" and one.number < last[one.group] else one for one in calls
-    )
+    """Collectives on a GPU of which only the host's side is known: of all groups the last one counts as under way."""
+    last = max((one.started for one in calls), default=0.0)
+    return tuple(replace(one, state="done") if one.state == "called" and one.started < last else one for one in calls)
 
 
 def _baseline(readings: Sequence[Reading], visible: str | None) -> tuple[Gpu, ...]:

@@ -413,8 +413,10 @@ def test_records_of_a_ring_as_evidence() -> None:
 
 
 def test_on_a_gpu_only_the_last_issued_counts_as_under_way() -> None:
-    calls = [dataclasses.replace(CALL, number=number, group=group) for number, group in ((0, "0"), (1, "0"), (0, "1"))]
-    assert [one.state for one in collect._issued(calls)] == ["done", "called", "called"]
+    issued = ((0, "0", 1.0), (7, "1", 2.0), (1, "0", 3.0))
+    calls = [dataclasses.replace(CALL, number=number, group=group, started=at) for number, group, at in issued]
+    assert [one.state for one in collect._issued(calls)] == ["done", "done", "called"]
+    assert collect._issued(()) == ()
 
 
 def test_a_process_that_is_gone() -> None:
