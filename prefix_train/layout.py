@@ -63,9 +63,10 @@ class History:
     rows are copies of U different tokens; the rest lie before a root and are zero.
     kept: [T], row of each token. copy_to, copy_from: [N], row and token of each copy, by token and then by row.
     origin: [U], tokens that are copied, ascending. copies: [U], how often each is.
+    source: [rows], token of each row, any where the row is zero. added: the warm-up rows. blank: those that are zero.
     """
 
-    TABLES: ClassVar[tuple[str, ...]] = ("kept", "copy_to", "copy_from", "origin", "copies")
+    TABLES: ClassVar[tuple[str, ...]] = ("kept", "copy_to", "copy_from", "origin", "copies", "source", "added", "blank")
 
     rows: int
     kept: Tensor
@@ -73,6 +74,9 @@ class History:
     copy_from: Tensor
     origin: Tensor
     copies: Tensor
+    source: Tensor
+    added: Tensor
+    blank: Tensor
 
 
 class Group:
@@ -307,6 +311,12 @@ class Layout:
         history.copy_to = torch.from_numpy(_array(copy_to)[order])
         history.copy_from = torch.from_numpy(_array(copy_from)[order])
         history.origin, history.copies = torch.from_numpy(origin), torch.from_numpy(copies.astype(np.int64))
+        source = torch.full((history.rows,), -1)
+        source[history.kept] = torch.arange(self.total)
+        history.added = torch.nonzero(source < 0)[:, 0]
+        source[history.copy_to] = history.copy_from
+        history.blank = torch.nonzero(source < 0)[:, 0]
+        history.source = source.clamp_(min=0)
         self.history = history
 
     def _build_levels(self, most: int) -> None:

@@ -89,7 +89,11 @@ def test_history(tree: tuple[list[int], list[int]], width: int) -> None:
     buffer = torch.full((history.rows,), -1)
     buffer[history.kept] = torch.arange(layout.total)
     assert (buffer[history.copy_to] == -1).all()
+    assert torch.nonzero(buffer == -1)[:, 0].tolist() == history.added.tolist()
     buffer[history.copy_to] = history.copy_from
+    gathered = history.source.clone()
+    gathered[history.blank] = -1
+    assert torch.equal(gathered, buffer)
     for token, path in enumerate(paths(layout)):
         row = int(history.kept[token])
         assert buffer[row - width + 1 : row + 1].tolist() == ([-1] * width + path)[-width:]
