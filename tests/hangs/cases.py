@@ -167,6 +167,8 @@ PLANS: tuple[Plan, ...] = (
     _healthy("ok-search", {1: "search"}, 2, "kernels are searched in the first update", "phase first_update"),
     _healthy("ok-search-late", {0: "search late"}, 3, "kernels are searched in a later update, past its deadline",
              "alarm", also=("autotuning",)),
+    _healthy("ok-search-everywhere", {0: "search late", 1: "search late", 2: "search late"}, 3,
+             "the same on every rank: nobody waits", "alarm", also=("autotuning",)),
     _healthy("ok-compile", {1: "compile"}, 2, "torch.compile in the first update", "phase first_update",
              also=("compiling",)),
     _healthy("ok-compile-late", {1: "compile late"}, 2, "torch.compile in a later update, past its deadline", "alarm",

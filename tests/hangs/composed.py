@@ -205,6 +205,19 @@ def throttled() -> Composed:
     )
 
 
+def slow_device() -> Composed:
+    """Between the rounds an update ended; of the collectives only the host's side is known, which nobody is late in."""
+    calls = tuple(call(number, state="done", ended=None) for number in range(40))
+    ranks = []
+    for number in range(8):
+        first = Seen(pieces.beat(number, 8, "node1"), pieces.stack(ON_DEVICE), pieces.process(), ())
+        second = replace(first, beat=pieces.beat(number, 8, "node1", update=8))
+        ranks.append(rank(number, 8, stack=first.stack, collectives=calls, second=second))
+    readings = [Gpu(0, 100.0, 22.0, 231.0, 705.0) if number == 6 else SPINNING for number in range(8)]
+    story = "seven of eight GPUs spin while one computes at half its clock"
+    return label(story, "straggler", [6], 8, stays=True), [on_gpus("node1", ranks, readings)], alarm()
+
+
 def silent(world: int, without: Sequence[int], hosts: int = 1) -> Composed:
     per_node, nodes = world // hosts, []
     for index in range(hosts):
@@ -315,6 +328,7 @@ CASES: dict[str, Callable[[], Composed]] = {
     "slow-tower-of-four": lambda: skips_tower(4, (1, 3)),
     "slow-tower-of-eight": lambda: skips_tower(8, (0, 2, 5)),
     "straggler-clock": throttled,
+    "straggler-device": slow_device,
     "unknown-three-and-seven": lambda: silent(8, (3, 7)),
     "unknown-node": lambda: silent(4, (2, 3), 2),
     "unknown-blind": lambda: blind(4, 2),
