@@ -150,6 +150,11 @@ def _choices(config: Config) -> Iterator[str]:
             f"memory.offload={config.memory.offload} with memory.recompute=false: layers that are not recomputed keep "
             "far more than their inputs; set memory.recompute=true or memory.offload=none"
         )
+    keep = config.memory.keep_attention
+    if keep not in ("auto", "none") and not re.fullmatch(r"[1-9]\d*", keep):
+        yield f"memory.keep_attention is {keep!r}: give auto, none or a number of layers"
+    if keep != "none" and not config.memory.recompute:
+        yield f"memory.keep_attention={keep} with memory.recompute=false: everything is kept; set it to none"
 
 
 def _shape(config: Config) -> Iterator[str]:

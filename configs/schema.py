@@ -136,6 +136,11 @@ class MemoryConfig:
     tile_rows: int = 16384
     """Compute norms, adapters and feed-forward so many positions at a time (a multiple of 2048), so that their tensors
     are never whole; 0: whole. Without effect where `memory.recompute` is off."""
+    keep_attention: str = "none"
+    """Keep what attention has computed (output and log-sum-exp), so that a layer's recomputation does not do it again:
+    `none`; a number: in the last so many layers with attention; `auto`: in all. Gradients stay the same to the bit. In
+    layers whose inputs wait in pinned host memory the output does too: `prefix-train budget` shows how much. Needs
+    `memory.recompute`; without effect where `model.attention` is not `merged`."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
+from prefix_train import shelf
 from prefix_train.flex import flex_attention
 from prefix_train.layout import Block, Layout, Rectangle
 from prefix_train.pieces import pieces_for
@@ -69,25 +70,22 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: flo
 class _Merged(Function):
     """Dense pieces joined by log-sum-exp.
 
+    A layer that keeps them computes output and log-sum-exp once, not once more in its recomputation.
     Backward gives every piece the merged output and log-sum-exp: exp(score - lse) is then the true probability, and the
     pieces' shares add up to the gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        pieces = pieces_for(query)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        out = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format).transpose(1, 2)
-        lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
-        for block in layout.blocks:
-            part, part_lse = pieces.forward(_take_all(block, query, key, value), scale, True)
-            _put(block, out, part)
-            _put(block, lse, part_lse)
-        for node in layout.rectangles:
-            part, part_lse = pieces.forward(_rectangle(node, query, key, value), scale, False)
-            rows = slice(node.row_start, node.row_end)
-            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
-        out = out.to(query.dtype)
+        kept = shelf.current()
+        found = None if kept is None else kept.take()
+        if found is None:
+            out, lse = _merged(query, key, value, layout, scale)
+            if kept is not None:
+                kept.put(out, lse)
+        else:
+            out, lse = found
+        out = out.transpose(1, 2)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out.transpose(1, 2)
@@ -112,6 +110,23 @@ class _Merged(Function):
                 total[:, :, place] += share
         grads = [total.to(x.dtype) for total, x in zip(sums, (query, key, value), strict=True)]
         return grads[0], grads[1], grads[2], None, None
+
+
+def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [1, T, H, D], contiguous, and log-sum-exp [1, H, T]."""
+    pieces = pieces_for(query)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format).transpose(1, 2)
+    lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
+    for block in layout.blocks:
+        part, part_lse = pieces.forward(_take_all(block, query, key, value), scale, True)
+        _put(block, out, part)
+        _put(block, lse, part_lse)
+    for node in layout.rectangles:
+        part, part_lse = pieces.forward(_rectangle(node, query, key, value), scale, False)
+        rows = slice(node.row_start, node.row_end)
+        _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    return out.to(query.dtype).transpose(1, 2), lse
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -384,6 +384,13 @@ def offloaded_layers(offload: str, layers: int) -> int:
     return layers - 1 if offload == "auto" else min(int(offload), layers - 1)
 
 
+def kept_layers(keep: str, layers: int) -> int:
+    """How many layers, of so many with attention, keep its output under `memory.keep_attention`: the last ones."""
+    if keep == "none":
+        return 0
+    return layers if keep == "auto" else min(int(keep), layers)
+
+
 def _adapted(config: Config) -> bool:
     return config.train.trainable == "adapter"
 

@@ -1,4 +1,4 @@
-"""Inputs of decoder layers wait in pinned host memory between forward and backward.
+"""Inputs of decoder layers, and what else they keep, wait in pinned host memory between forward and backward.
 
 A layer that is recomputed keeps its input alone. That input is copied to the host while the layer computes; in backward
 it is brought back while the layer after it does. The memory is one pool of equal chunks, allocated once: torch's pinned
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import budget, unit
+from prefix_train import budget, shelf, unit
 from prefix_train.copies import Copier, Copy, copier_for
 from prefix_train.dist import Ranks
 from prefix_train.model import Root
@@ -51,7 +51,7 @@ class Pool:
         self.size, self.peak, self._chunk = size, 0, budget.PINNED_CHUNK
         self._memory = Pinned(size, self._chunk) if pinned and size else None
         memory = torch.empty(size, dtype=torch.uint8) if self._memory is None else self._memory.tensor
-        self._free = [*memory.split(self._chunk)] if size else []
+        self._free = list(torch.split(memory, self._chunk)) if size else []
 
     @property
     def used(self) -> int:
@@ -78,6 +78,8 @@ class Pool:
 class Kept:
     """A layer's input that stays where it is. before: that of the layer before it, of the same pack."""
 
+    beside: Sequence[Stored] = ()
+
     def __init__(self, source: Tensor, before: Stored | None) -> None:
         self._source, self._version = source, source._version
         self.before = weakref.ref(before) if before is not None else None
@@ -89,12 +91,16 @@ class Kept:
 
 
 class Stored:
-    """A layer's input on the host, whose chunks go back to the pool when nothing needs it any more."""
+    """A layer's input on the host, whose chunks go back to the pool when nothing needs it any more.
+
+    beside: what else of this layer waits there, wanted a while after the input.
+    """
 
     def __init__(self, offload: Offload, source: Tensor, before: Stored | None) -> None:
         self._offload = offload
         self._shape, self._dtype, self._device = source.shape, source.dtype, source.device
         self.before = weakref.ref(before) if before is not None else None
+        self.beside: list[Stored] = []
         self._on_its_way: tuple[Tensor, Copy] | None = None
         self._chunks: list[Tensor] = []
         self._chunks = offload.pool.take(source.nbytes)
@@ -129,6 +135,45 @@ class Stored:
         self._offload.pool.give(self._chunks)
 
 
+class Inputs:
+    """Inputs of one pack's layers, for somebody who runs these one by one: the first of them wait on the host.
+
+    offload: none where all stay where they are.
+    """
+
+    def __init__(self, offload: Offload | None) -> None:
+        self._offload = offload
+        self._kept: list[Tensor | Stored] = []
+        self._under_way: _UnderWay | None = None
+
+    def push(self, hidden: Tensor) -> None:
+        """The next layer's, before it is computed."""
+        self.settle()
+        if self._offload is None or len(self._kept) >= self._offload.count:
+            self._kept.append(hidden)
+            return
+        stored = Stored(self._offload, hidden, None)
+        self._under_way = _UnderWay(stored.store(hidden), hidden, hidden._version)
+        self._kept.append(stored)
+
+    def pop(self) -> Tensor:
+        """The last one that is there; the one before it begins to come back."""
+        self.settle()
+        last = self._kept.pop()
+        found = last.tensor() if isinstance(last, Stored) else last
+        if self._kept and isinstance(before := self._kept[-1], Stored):
+            before.fetch()
+        return found
+
+    def settle(self) -> None:
+        """The last layer was computed: before its input's memory is used again, it must be on the host."""
+        if self._under_way is not None:
+            copy, source, version = self._under_way
+            self._under_way = None
+            copy.finish()
+            _require_unchanged(source, version)
+
+
 class _UnderWay(NamedTuple):
     copy: Copy
     source: Tensor
@@ -141,7 +186,7 @@ class Offload:
     def __init__(self, count: int, pool: Pool, copier: Copier) -> None:
         self.count, self.pool, self.copier, self.copied = count, pool, copier, 0
         self._last: weakref.ref[Stored] | None = None
-        self._under_way: _UnderWay | None = None
+        self._under_way: list[_UnderWay] = []
 
     def figures(self) -> Figures:
         """Of all that was done since this was last asked."""
@@ -178,32 +223,71 @@ class Offload:
     def _stored(self, hidden: Tensor, before: Stored | None) -> Stored:
         source = hidden.detach().contiguous()
         stored = Stored(self, source, before)
-        self._under_way = _UnderWay(stored.store(source), source, source._version)
+        self._under_way.append(_UnderWay(stored.store(source), source, source._version))
         self._last = weakref.ref(stored)
         return stored
 
+    def wait(self, source: Tensor) -> shelf.Waiting:
+        """Let `source`, contiguous, that the layer of the present `layer` has computed, wait on the host too."""
+        stored = Stored(self, source, None)
+        self._under_way.append(_UnderWay(stored.store(source), source, source._version))
+        if self._last is not None and (of_layer := self._last()) is not None:
+            of_layer.beside.append(stored)
+        return stored.tensor
+
     def _settle(self) -> None:
-        """The layer before has computed: its input must be on the host before the device's memory is used again."""
-        if self._under_way is not None:
-            copy, source, version = self._under_way
-            self._under_way = None
+        """The layer before has computed: what leaves it must be on the host before its memory is used again."""
+        while self._under_way:
+            copy, source, version = self._under_way.pop(0)
             copy.finish()
             _require_unchanged(source, version)
 
 
 def attach(root: Root, config: Config, device: torch.device, copier: Copier | None = None) -> Offload | None:
-    """Let the inputs of as many layers of `root` as `memory.offload` says wait on the host; None where none do.
+    """Let the inputs of as many layers of `root` as `memory.offload` says wait on the host; None where none do. What
+    their attention has computed waits there too, in layers that keep it.
 
     Never the last layer's: backward begins with it. root: on its device, sharded if it will be. The pool holds a pack
     of `pack.max_positions`. copier: by default that of `device`. Raises UserError where the host lacks the memory.
     """
+    width = root.anatomy.base.get_input_embeddings().embedding_dim
     layers = root.anatomy.layers
-    count = budget.offloaded_layers(config.memory.offload, len(layers))
+    keeping: list[Any] = [layer for layer in layers[: _count(config, len(layers))] if unit.keeps_attention(layer)]
+    widths = [layer.self_attn.o_proj.in_features for layer in keeping]
+    most, itemsize = config.pack.max_positions, root.dtype.itemsize
+    kept = sum(budget.pinned_bytes(1, most, width, itemsize=itemsize) for width in widths)
+    offload = make(config, len(layers), width, root.dtype, device, copier, more=kept)
+    if offload is not None:
+        for index, layer in enumerate(layers[: offload.count + 1]):
+            unit.around_recomputed(layer, partial(offload.layer, index))
+        for layer in keeping:
+            unit.let_kept_wait(layer, offload.wait)
+    return offload
+
+
+def _count(config: Config, layers: int) -> int:
+    return max(0, budget.offloaded_layers(config.memory.offload, layers))
+
+
+def make(
+    config: Config,
+    layers: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    copier: Copier | None = None,
+    packs: int = 1,
+    more: int = 0,
+) -> Offload | None:
+    """What `attach` attaches, for inputs of so many packs at a time; None where none wait on the host.
+
+    more: bytes of the pool beyond these.
+    """
+    count = _count(config, layers)
     if count < 1:
         return None
     copier = copier or copier_for(device)
-    width = root.anatomy.base.get_input_embeddings().embedding_dim
-    size = budget.pinned_bytes(count, config.pack.max_positions, width, itemsize=root.dtype.itemsize)
+    size = more + packs * budget.pinned_bytes(count, config.pack.max_positions, width, itemsize=dtype.itemsize)
     try:
         pool = Pool(size, copier.pinned)
     except (OSError, RuntimeError) as error:
@@ -211,10 +295,7 @@ def attach(root: Root, config: Config, device: torch.device, copier: Copier | No
             f"memory.offload={config.memory.offload}: {size / budget.GIB:.1f} GiB of pinned memory for each rank are "
             f"not to be had ({str(error).splitlines()[0]}): give fewer layers, or lower pack.max_positions"
         ) from error
-    offload = Offload(count, pool, copier)
-    for index, layer in enumerate(layers[: count + 1]):
-        unit.around_recomputed(layer, partial(offload.layer, index))
-    return offload
+    return Offload(count, pool, copier)
 
 
 def describe(offload: Offload) -> str:
@@ -243,6 +324,8 @@ def _unpack(saved: Tensor | Kept | Stored) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     found = saved.tensor()
+    for more in saved.beside:
+        more.fetch()
     if saved.before is not None and (before := saved.before()) is not None:
         before.fetch()
     return found

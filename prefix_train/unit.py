@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from configs.errors import UserError
-from prefix_train import dropout
+from prefix_train import budget, dropout, shelf
 from prefix_train.anatomy import Anatomy
 from prefix_train.precision import Copies
 
@@ -50,16 +51,22 @@ class UnitForward:
         self.recompute = recompute
         self.copies: AbstractContextManager[None] = nullcontext()
         self.around: Callable[[Tensor], AbstractContextManager[None]] = lambda hidden: nullcontext()
+        self.wait: Callable[[Tensor], shelf.Waiting] | None = None
         self._inner: Callable[..., Any] = module.forward
         self._dropouts = dropout.find(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.recompute and torch.is_grad_enabled():
+            run = self._run if self.wait is None else partial(self._run_with, shelf.Shelf(self.wait))
             with self.around(args[0]):
                 return checkpoint(
-                    self._run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, **kwargs
+                    run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts, **kwargs
                 )
         return self._run(*args, **kwargs)
+
+    def _run_with(self, kept: shelf.Shelf, *args: Any, **kwargs: Any) -> Any:
+        with shelf.use(kept):
+            return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._dropouts:
@@ -99,6 +106,24 @@ def around_recomputed(layer: nn.Module, around: Callable[[Tensor], AbstractConte
     if not forward.recompute:
         raise ValueError("a layer that is not recomputed keeps more than its input")
     forward.around = around
+
+
+def keep_attention(found: Anatomy, keep: str) -> None:
+    """Let the last layers with attention, as many as `memory.keep_attention` says, keep its output where it is."""
+    layers = [layer for layer in found.layers if getattr(layer, "self_attn", None) is not None]
+    for layer in layers[len(layers) - budget.kept_layers(keep, len(layers)) :]:
+        require_recomputed(layer)
+        _forward_of(layer).wait = shelf.stay
+
+
+def keeps_attention(layer: nn.Module) -> bool:
+    """Does this layer keep what its attention has computed?"""
+    return _forward_of(layer).wait is not None
+
+
+def let_kept_wait(layer: nn.Module, wait: Callable[[Tensor], shelf.Waiting]) -> None:
+    """Where this layer's kept output waits."""
+    _forward_of(layer).wait = wait
 
 
 def require_recomputed(layer: nn.Module) -> None:

@@ -88,6 +88,7 @@ def trained(
     device: str = "cpu",
     lr: float = 0.0,
     kernels: ModelConfig | None = None,
+    keep: str = "none",
     **adapter: Any,
 ) -> Trained:
     """A trainer of `base`, whose pool holds the largest of `packs` and not a chunk more.
@@ -98,7 +99,7 @@ def trained(
         model=kernels or ModelConfig(),
         train=TrainConfig(trainable="adapter" if adapter else "all"),
         adapter=AdapterConfig(**adapter),
-        memory=MemoryConfig(offload=offloaded),
+        memory=MemoryConfig(offload=offloaded, keep_attention=keep),
         pack=PackConfig(max_positions=max(pack.positions for pack in packs)),
     )
     dtype = next(base.parameters()).dtype
