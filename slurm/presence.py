@@ -40,11 +40,19 @@ class Presence:
     time: float
     gone: float | None = None
     """When a rank's parent found that it runs no more."""
+    left: bool = False
+    """It has nothing left to watch. A rank that has said how it ended may take a while yet to be gone."""
 
 
 def say(run: Path, node: int) -> None:
     """This process is the watcher of `node`. Raises StaleAttempt in one of an earlier life."""
     _write(run, Presence(node, runfolder.process_attempt(), socket.gethostname(), os.getpid(), time.time()))
+
+
+def leave(run: Path, node: int) -> None:
+    """This process, the watcher of `node`, ends because its ranks have."""
+    if (found := read(run, node)) is not None:
+        _write(run, replace(found, left=True))
 
 
 def read(run: Path, node: int) -> Presence | None:
@@ -74,12 +82,12 @@ def wait_for_all(run: Path, nodes: int, seconds: float) -> list[int]:
 
 
 def check(run: Path, node: int) -> bool:
-    """Whether the watcher of this very node, `node`, runs no more; the first time it is written down.
-
-    Only to be asked while a rank of the node runs: a watcher ends when they have.
-    """
+    """Whether the watcher of this very node, `node`, has died; the first time it is written down."""
     found = read(run, node)
     if found is None or found.gone is not None or found.host != socket.gethostname() or runs(found.pid, found.time):
+        return False
+    found = read(run, node)  # what it wrote last: it may have ended since the first reading
+    if found is None or found.left:
         return False
     _write(run, replace(found, gone=time.time()))
     return True

@@ -104,6 +104,7 @@ class Watcher:
                 self.said = time.monotonic()
             status = self.poll()
             if status is not None:
+                presence.leave(self.run, self.node)
                 return status
             time.sleep(self.watch.poll_s)
 

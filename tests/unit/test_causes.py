@@ -262,6 +262,17 @@ def test_watcher_is_there_only_in_its_own_life(run: Path, monkeypatch: pytest.Mo
     assert not presence.wait(run, 0, 0.0)
 
 
+def test_watcher_that_ended_before_a_slow_rank_was_gone_has_not_died(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As seen on a busy machine: a rank that has written its end took ten seconds more to exit."""
+    presence.say(run, 0)
+    presence.leave(run, 0)
+    monkeypatch.setattr(presence, "runs", lambda *_: False)
+    assert not presence.check(run, 0)
+    assert not presence.lost(run, 0)
+
+
 def test_watcher_that_died_is_written_down_once_and_told(run: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     watcher = subprocess.Popen(command, stdin=subprocess.PIPE)
