@@ -32,7 +32,7 @@ from prefix_train.stream.places import Choice, Parts
 from prefix_train.stream.sources import Source
 from prefix_train.stream.store import Store
 
-BUILDING = "building.json"
+BUILDING, LOCK = "building.json", "building.lock"
 
 FULL = {
     errno.ENOSPC: "the disk is full",
@@ -82,7 +82,14 @@ def _finished(folder: Path, planned: Manifest) -> Store:
     store = Store.open(folder)
     if _without_hashes(store.manifest) != planned:
         raise UserError(f"{folder} is a store of another model or in another form: remove it, or give another folder")
+    _tidy(folder)
     return store
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what only an unfinished store needs."""
+    for name in (BUILDING, LOCK):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _without_hashes(manifest: Manifest) -> Manifest:
@@ -99,7 +106,7 @@ def _without_hashes(manifest: Manifest) -> Manifest:
 @contextmanager
 def _unfinished(folder: Path, planned: Manifest, stamp: tuple[Any, ...]) -> Iterator[None]:
     """Holds `folder` for this build alone, and says in it what is built there until that is finished."""
-    note, lock = folder / BUILDING, folder / "building.lock"
+    note, lock = folder / BUILDING, folder / LOCK
     with lock.open("a") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,8 +127,7 @@ def _unfinished(folder: Path, planned: Manifest, stamp: tuple[Any, ...]) -> Iter
         for stray in folder.glob(".*"):
             stray.unlink()  # what a killed build was writing
         yield
-        note.unlink()
-        lock.unlink()
+        _tidy(folder)
 
 
 def _write_blocks(

@@ -134,7 +134,7 @@ class Store:
 
     def _damage(self, block: BlockFile, offset: int, expected: str, found: str, what: str = "") -> UserError:
         where = f"{block.name}: {self.path(block)}, offset {offset:,}{', ' if what else ''}{what}"
-        return UserError(f"{where}: expected {expected}, found {found}; remove it and build the store again")
+        return UserError(f"{where}: expected {expected}, found {found}; remove the store and build it again")
 
 
 def unpack(stored: Stored, buffer: Tensor, out: Tensor | None = None, chunk: int = nf4.CHUNK) -> Tensor:
