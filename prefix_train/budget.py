@@ -6,27 +6,24 @@ What allocators and kernels keep for themselves is not in here. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Literal
 
 from configs.errors import UserError
-from configs.schema import AdapterConfig, Config
+from configs.schema import Config
 from prefix_train.geometry import Geometry, read_config
+from prefix_train.layer_bytes import ITEMSIZE as ITEMSIZE
+from prefix_train.layer_bytes import LayerBytes, adapted
+from prefix_train.layer_bytes import tensor_bytes as tensor_bytes
+from prefix_train.layer_bytes import tile_rows as tile_rows
+from prefix_train.shape import Shape as Shape
+from prefix_train.shape import visible_pairs as visible_pairs
 
 GIB = 1 << 30
 
-DELTA_CHUNK = 64
-"""Tokens per chunk of the delta rule: its kernels keep one state per chunk."""
-
 PINNED_CHUNK = 64 << 20
 """Bytes in which offloaded tensors lie in pinned memory."""
-
-GATHERED_STATES = 512 << 20
-"""Most bytes of initial states that one group of segments gathers."""
-
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 WHEN = {"always": "", "loss": "; only while the loss is computed", "layer": "; only in a layer's backward"}
 
@@ -60,163 +57,10 @@ class Cost:
         return self.per_position * positions + self.per_pair * pairs
 
 
-def visible_pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
-    """(query, key) pairs that attention computes: each token sees itself, its segment so far, and all ancestors."""
-    pairs = 0
-    ends: list[int] = []
-    for length, parent in zip(lengths, parents, strict=True):
-        above = ends[parent] if parent >= 0 else 0
-        ends.append(above + length)
-        pairs += length * (length + 1) // 2 + length * above
-    return pairs
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What memory and time depend on of a pack.
-
-    positions: T. pairs: visible pairs. segments: S. inner: those with children. chunks: of DELTA_CHUNK tokens, counted
-    per segment. rows: prediction rows that go through the head.
-    """
-
-    positions: int
-    pairs: int
-    segments: int
-    inner: int
-    chunks: int
-    rows: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], parents: Sequence[int], rows: int) -> Shape:
-        """The shape of a pack of these segments."""
-        chunks = sum(-(-length // DELTA_CHUNK) for length in lengths)
-        inner = len(set(parents) - {-1})
-        return cls(sum(lengths), visible_pairs(lengths, parents), len(lengths), inner, chunks, rows)
-
-
-def tensor_bytes(*sizes: int, itemsize: int = 2) -> int:
-    """A tensor of these sizes: a hidden state is (T, hidden), a dropout mask has itemsize 1, logits (rows, vocab)."""
-    total = itemsize
-    for size in sizes:
-        total *= size
-    return total
-
-
 def pinned_bytes(layers: int, positions: int, hidden: int, ranks: int = 1, itemsize: int = 2) -> int:
     """Pinned host memory of `ranks` ranks of a node that each offload the inputs of so many layers, in whole chunks."""
     chunks = -(-tensor_bytes(positions, hidden, itemsize=itemsize) // PINNED_CHUNK)
     return ranks * layers * chunks * PINNED_CHUNK
-
-
-def mixer_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
-    """What one layer's token mixer keeps for its backward, its norm included, computed operation by operation."""
-    if layer_type == "full_attention":
-        gates = 2 if geometry.gated else 0
-        width = 2 * geometry.hidden + (3 + gates) * geometry.query_width + 3 * geometry.key_width
-        statistics = 4 * int(geometry.text["num_attention_heads"])
-        return shape.positions * (width * itemsize + statistics)
-    mixed = 2 * geometry.linear_key_width + geometry.linear_value_width
-    width = 2 * geometry.hidden + 2 * mixed + 2 * geometry.linear_key_width + 3 * geometry.linear_value_width
-    gates = 2 * 4 * int(geometry.text["linear_num_value_heads"])
-    return shape.positions * (width * itemsize + gates) + state_bytes(geometry, shape, itemsize)
-
-
-def state_bytes(geometry: Geometry, shape: Shape, itemsize: int = 2) -> int:
-    """Recurrent states of one Gated DeltaNet layer: the float32 states that segments with children hand on, those
-    that one group of segments starts from, and one state per chunk in the compute dtype."""
-    one = 4 * geometry.state_elements
-    started = min(shape.segments * one, max(GATHERED_STATES, one))
-    return shape.inner * one + started + shape.chunks * geometry.state_elements * itemsize
-
-
-def feed_forward_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
-    """What one feed-forward block keeps for its backward, its norm included: gate, up and their product."""
-    width = 2 * geometry.hidden + 3 * geometry.mlp_width(layer)
-    if geometry.sparse(layer):
-        _, experts, chosen = geometry.experts(layer)
-        width += experts + chosen * (3 * int(geometry.text["moe_intermediate_size"]) + geometry.hidden)
-    return tensor_bytes(positions, width, itemsize=itemsize)
-
-
-def feed_forward_gradient_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
-    """Gradients that one feed-forward block's backward makes before it lets go of what it kept: product, gate, up."""
-    width = 3 * geometry.mlp_width(layer)
-    if geometry.sparse(layer):
-        width += 3 * geometry.experts(layer)[2] * int(geometry.text["moe_intermediate_size"])
-    return tensor_bytes(positions, width, itemsize=itemsize)
-
-
-def mixer_gradient_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
-    """What the backward of one layer's token mixer makes beside what it kept.
-
-    Attention: gradients of its output, query, gate and of their projection, and sums of dq, dk, dv in float32. Gated
-    DeltaNet, whose backward computes a chunk's tensors again: nine as wide as the values (of output, query, key, value,
-    and of what its chunks are condensed to), and the gradient of a state per chunk.
-    """
-    if layer_type == "full_attention":
-        width = (3 + 2 * geometry.gated) * geometry.query_width * itemsize
-        return shape.positions * (width + 4 * (geometry.query_width + 2 * geometry.key_width))
-    states = shape.chunks * geometry.state_elements
-    return (shape.positions * 9 * geometry.linear_value_width + states) * itemsize
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """One decoder layer at the worst moment of its backward. kept: what its forward left. made: gradients beside it."""
-
-    layer: int
-    kept: int
-    made: int
-    what: str
-
-    @classmethod
-    def of(cls, config: Config, geometry: Geometry, layer: int, shape: Shape) -> LayerBytes:
-        """The backward of the feed-forward comes first, while everything is still kept, then that of the mixer.
-
-        With `memory.tile_rows` norms, adapters and feed-forward keep their inputs alone, which are there already.
-        """
-        itemsize, kind, positions = ITEMSIZE[config.model.dtype], geometry.layer_types[layer], shape.positions
-        mixer = mixer_bytes(geometry, kind, shape, itemsize)
-        block = feed_forward_bytes(geometry, layer, positions, itemsize)
-        gradient = feed_forward_gradient_bytes(geometry, layer, positions, itemsize)
-        adapters = _adapter_bytes(config, geometry, layer, positions)
-        one = tensor_bytes(positions, geometry.hidden, itemsize=itemsize)
-        if rows := tile_rows(config):
-            mixer -= one  # the norm's input is the layer's
-            adapters = 0
-            if not geometry.sparse(layer):
-                tile = min(rows, positions)
-                gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
-                gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
-                gradient += _adapter_bytes(config, geometry, layer, tile)
-                block = 2 * one
-        mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize)
-        if (everything := mixer + block + adapters) + gradient >= mixer + adapters + mixer_gradient:
-            return cls(layer, everything, gradient, "the feed-forward's")
-        return cls(layer, mixer + adapters, mixer_gradient, f"those of {kind.replace('_', ' ')}")
-
-
-def tile_rows(config: Config) -> int:
-    """Positions of a tile; 0 where everything is computed whole."""
-    return config.memory.tile_rows if config.memory.recompute else 0
-
-
-def _adapter_bytes(config: Config, geometry: Geometry, layer: int, positions: int) -> int:
-    if not _adapted(config):
-        return 0
-    return adapter_input_bytes(geometry, layer, positions, config.adapter, ITEMSIZE[config.model.dtype])
-
-
-def adapter_input_bytes(
-    geometry: Geometry, layer: int, positions: int, adapter: AdapterConfig, itemsize: int = 2
-) -> int:
-    """What one layer's adapters keep: rank-wide products and, with dropout, each input once more and its mask."""
-    total = 0
-    for name, (inputs, _) in geometry.linears(layer).items():
-        if name in adapter.targets:
-            total += tensor_bytes(positions, adapter.rank, itemsize=itemsize)
-            total += tensor_bytes(positions, inputs, itemsize=itemsize + 1) if adapter.dropout else 0
-    return total
 
 
 def model_flops(geometry: Geometry, shape: Shape, trainable: Literal["adapter", "all"], adapters: int = 0) -> int:
@@ -303,9 +147,9 @@ def _weight_terms(config: Config, geometry: Geometry) -> list[Term]:
     total = sum(parts.values())
     shapes = _trained_shapes(config, geometry)
     # PEFT keeps the merger's original beside the trained copy.
-    frozen = total if _adapted(config) else 0
-    trained = sum(map(prod, shapes)) if _adapted(config) else total
-    shard = sum(-(-rows // ranks) * columns for rows, columns in shapes) if _adapted(config) else -(-total // ranks)
+    frozen = total if adapted(config) else 0
+    trained = sum(map(prod, shapes)) if adapted(config) else total
+    shard = sum(-(-rows // ranks) * columns for rows, columns in shapes) if adapted(config) else -(-total // ranks)
     largest = max(map(geometry.layer_parameters, range(geometry.layers)))
     gathered = (parts["embedding"] + parts["head"] + 2 * largest) * itemsize if ranks > 1 else 0
     return [
@@ -332,10 +176,14 @@ def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[
     itemsize, layers = ITEMSIZE[config.model.dtype], geometry.layers
     one = tensor_bytes(shape.positions, geometry.hidden, itemsize=itemsize)
     away = offloaded_layers(config.memory.offload, layers)
-    staging = 2 * one if away else 0
+    # Backward has the layer's own input and that of the layer before it, where these come back from the host.
+    inputs = max(layers - away, 2 if away else 0)
+    stream = 1 if tile_rows(config) else 3
+    kept_attention = _kept_attention(config, geometry, shape)
     inside = [LayerBytes.of(config, geometry, layer, shape) for layer in range(layers)]
     largest = max(inside, key=lambda found: found.kept + found.made)
     rows = min(shape.rows, config.train.loss_chunk_rows)
+    words = min(config.train.loss_chunk_words or geometry.vocabulary, geometry.vocabulary)
     per_node = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
     if config.memory.recompute:
         what = f"layer {largest.layer}, {geometry.layer_types[largest.layer]}"
@@ -344,9 +192,20 @@ def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[
         everything = sum(found.kept for found in inside)
         kept = Term("all layers' tensors", everything, "gpu", f"{layers} layers, nothing recomputed")
     return [
-        Term("layer inputs", (layers - away) * one + staging, "gpu", f"{layers - away} x {one:,} B + copies under way"),
+        Term("layer inputs", inputs * one, "gpu", f"{inputs} x {one:,} B, copies under way included"),
         kept,
-        Term("residual stream", 3 * one, "gpu", "a layer's output and two gradients"),
+        Term(
+            "residual stream",
+            stream * one,
+            "gpu",
+            "gradients that pass through a layer" + ", and its output" * (stream > 1),
+        ),
+        Term(
+            "attention kept",
+            kept_attention["gpu"],
+            "gpu",
+            "its output where it does not wait on the host; log-sum-exps",
+        ),
         Term(
             "gradients in the layer",
             largest.made,
@@ -356,14 +215,14 @@ def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[
         ),
         Term(
             "logits of a chunk",
-            tensor_bytes(rows, geometry.vocabulary, itemsize=8),
+            tensor_bytes(rows, words, itemsize=8),
             "gpu",
-            f"{rows:,} rows x {geometry.vocabulary:,} x 8 B (float32, and a temporary of it)",
+            f"{rows:,} rows x {words:,} x 8 B (float32, and a temporary of it)",
             "loss",
         ),
         Term(
             "gradient of the head",
-            0 if _adapted(config) else tensor_bytes(geometry.vocabulary, geometry.hidden, itemsize=4),
+            0 if adapted(config) else tensor_bytes(geometry.vocabulary, geometry.hidden, itemsize=4),
             "gpu",
             "float32, unsharded, where the head is trained",
         ),
@@ -373,7 +232,26 @@ def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[
             "host",
             f"{per_node} ranks x {away} layers of pack.max_positions, in chunks of {PINNED_CHUNK >> 20} MiB",
         ),
+        Term(
+            "offloaded attention",
+            per_node * kept_attention["host"],
+            "host",
+            f"{per_node} ranks, output of attention in layers that keep it, of pack.max_positions",
+        ),
     ]
+
+
+def _kept_attention(config: Config, geometry: Geometry, shape: Shape) -> dict[str, int]:
+    """Bytes of `memory.keep_attention`, where they wait; of a layer that stays the recomputed tensors count its own."""
+    layers = [layer for layer, kind in enumerate(geometry.layer_types) if kind == "full_attention"]
+    kept = layers[len(layers) - kept_layers(config.memory.keep_attention, len(layers)) :]
+    away = offloaded_layers(config.memory.offload, geometry.layers)
+    itemsize, most = ITEMSIZE[config.model.dtype], max(config.pack.max_positions, shape.positions)
+    waiting = sum(layer < away for layer in kept)
+    statistics = tensor_bytes(shape.positions, int(geometry.text["num_attention_heads"]), itemsize=4)
+    output = tensor_bytes(shape.positions, geometry.query_width, itemsize=itemsize)
+    here = len(kept) * statistics + max(0, len(kept) - waiting - 1) * output
+    return {"gpu": here, "host": waiting * pinned_bytes(1, most, geometry.query_width, itemsize=itemsize)}
 
 
 def offloaded_layers(offload: str, layers: int) -> int:
@@ -389,10 +267,6 @@ def kept_layers(keep: str, layers: int) -> int:
     if keep == "none":
         return 0
     return layers if keep == "auto" else min(int(keep), layers)
-
-
-def _adapted(config: Config) -> bool:
-    return config.train.trainable == "adapter"
 
 
 def summary(budget: Budget) -> dict[str, Any]:

@@ -47,6 +47,8 @@ def _changes(config: Config, found: Budget) -> Iterator[tuple[str, Config]]:
         if offload != memory.offload:
             yield f"memory.offload={offload}", _with(config, "memory", offload=offload)
     if memory.recompute:
+        keep = "none" if memory.keep_attention != "none" else "auto"
+        yield f"memory.keep_attention={keep}", _with(config, "memory", keep_attention=keep)
         tile = 0 if memory.tile_rows else MemoryConfig.tile_rows
         yield f"memory.tile_rows={tile}", _with(config, "memory", tile_rows=tile)
     rows = max(1, train.loss_chunk_rows // 2)
@@ -100,7 +102,8 @@ def scaled(shape: Shape, positions: int) -> Shape:
         return -(-count * positions // shape.positions)
 
     pairs = shape.pairs * positions**2 // shape.positions**2
-    return Shape(positions, pairs, grow(shape.segments), grow(shape.inner), grow(shape.chunks), grow(shape.rows))
+    counts = (shape.segments, shape.inner, shape.chunks, shape.rows, shape.level, shape.level_chunks, shape.piece)
+    return Shape(positions, pairs, *map(grow, counts))
 
 
 def summary(listed: list[Choice], gpu_bytes: int | None, largest: int | None) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from configs.schema import Config
 from prefix_train import budget, compiling, lengths, trial
 from prefix_train.deltanet import resolve_kernels
 from prefix_train.geometry import Geometry, read_config
+from prefix_train.layer_bytes import mixer_bytes
 
 MODULES = ("fla.modules.causal_conv1d", "fla.modules.norm.l2norm", "fla.ops.gated_delta_rule")
 """What holds the kernels of `flash_linear`."""
@@ -218,7 +219,7 @@ def leave_what_a_pack_leaves(config: Config, geometry: Geometry, device: torch.d
     planned = lengths.index_path(config).exists() if config.data.train else False
     shape = lengths.largest_pack(config, lengths.load(config)) if planned else None
     found = budget.predict(config, shape)
-    layer = budget.mixer_bytes(geometry, "linear_attention", found.shape, budget.ITEMSIZE[config.model.dtype])
+    layer = mixer_bytes(geometry, "linear_attention", found.shape, budget.ITEMSIZE[config.model.dtype])
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, 1 - (found.total("gpu") - layer) / total)), device)
 

@@ -29,9 +29,11 @@ def test_each_change_is_the_difference_of_two_budgets() -> None:
     assert listed["memory.tile_rows=16384"].gpu_bytes < -10 * GIB
     away = listed["memory.offload=none"]
     assert away.host_bytes == -found.total("host")
-    assert away.gpu_bytes == 61 * tensor_bytes(144_000, 5_120)
+    assert away.gpu_bytes == 62 * tensor_bytes(144_000, 5_120)
     assert listed["train.loss_chunk_rows=2048"].gpu_bytes == 0, "logits are gone when the layers' backward begins"
     assert "adapter.dropout=0" in listed
+    kept = listed["memory.keep_attention=auto"]
+    assert kept.host_bytes > 0 < kept.gpu_bytes < GIB
     assert "adapter.merger=false" in listed
 
 
@@ -66,7 +68,7 @@ def test_a_scaled_shape_keeps_proportions() -> None:
     assert scaled(PACK, PACK.positions) == PACK
     half = scaled(PACK, 72_000)
     assert (half.segments, half.inner, half.chunks, half.rows) == (41, 1, 1140, 4000)
-    assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1)
+    assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1, 1, 1, 7)
 
 
 def test_choices_are_printed_and_are_json() -> None:

@@ -27,6 +27,8 @@ WITHOUT_TORCH = [
     "prefix_train",
     "prefix_train.budget",
     "prefix_train.budget_choices",
+    "prefix_train.layer_bytes",
+    "prefix_train.shape",
     "prefix_train.cli",
     "prefix_train.gguf_config",
     "prefix_train.heartbeat",

@@ -1,0 +1,150 @@
+"""Bytes of one decoder layer, part by part: what its forward keeps, and what its backward makes beside it. No torch.
+
+Every formula names the tensors of the CUDA kernels that packs run through: flash-linear-attention's delta rule, merged
+attention, and what `tiles` and `frozen` leave of norms, adapters and the feed-forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.schema import AdapterConfig, Config
+from prefix_train.geometry import Geometry
+from prefix_train.shape import DELTA_CHUNK, Shape
+
+GATHERED_STATES = 512 << 20
+"""Most bytes of initial states that one group of segments gathers."""
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+def tensor_bytes(*sizes: int, itemsize: int = 2) -> int:
+    """A tensor of these sizes: a hidden state is (T, hidden), a dropout mask has itemsize 1, logits (rows, vocab)."""
+    total = itemsize
+    for size in sizes:
+        total *= size
+    return total
+
+
+def mixer_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
+    """What one layer's token mixer keeps for its backward, its norm included, computed operation by operation."""
+    if layer_type == "full_attention":
+        gates = 2 if geometry.gated else 0
+        width = 2 * geometry.hidden + (3 + gates) * geometry.query_width + 3 * geometry.key_width
+        statistics = 4 * int(geometry.text["num_attention_heads"])
+        return shape.positions * (width * itemsize + statistics)
+    heads = int(geometry.text["linear_num_value_heads"])
+    mixed = 2 * geometry.linear_key_width + geometry.linear_value_width
+    # The convolution's input; query and key; value, output, normed output and gate; a chunk's inverse of each head.
+    width = mixed + 2 * geometry.linear_key_width + 4 * geometry.linear_value_width + heads * DELTA_CHUNK
+    hidden, gates = 2 * geometry.hidden, 2 * 4 * heads
+    return shape.positions * ((hidden + width) * itemsize + gates) + state_bytes(geometry, shape)
+
+
+def state_bytes(geometry: Geometry, shape: Shape) -> int:
+    """Recurrent states that one Gated DeltaNet layer keeps, float32: those that segments with children hand on, and
+    those that one group of segments starts from."""
+    one = 4 * geometry.state_elements
+    return shape.inner * one + min(shape.segments * one, max(GATHERED_STATES, one))
+
+
+def feed_forward_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
+    """What one feed-forward block keeps for its backward, its norm included: gate, up and their product."""
+    width = 2 * geometry.hidden + 3 * geometry.mlp_width(layer)
+    if geometry.sparse(layer):
+        _, experts, chosen = geometry.experts(layer)
+        width += experts + chosen * (3 * int(geometry.text["moe_intermediate_size"]) + geometry.hidden)
+    return tensor_bytes(positions, width, itemsize=itemsize)
+
+
+def feed_forward_gradient_bytes(geometry: Geometry, layer: int, positions: int, itemsize: int = 2) -> int:
+    """Gradients that one feed-forward block's backward makes before it lets go of what it kept: product, gate, up."""
+    width = 3 * geometry.mlp_width(layer)
+    if geometry.sparse(layer):
+        width += 3 * geometry.experts(layer)[2] * int(geometry.text["moe_intermediate_size"])
+    return tensor_bytes(positions, width, itemsize=itemsize)
+
+
+def mixer_gradient_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
+    """What the backward of one layer's token mixer makes beside what it kept, less what it has let go of by then.
+
+    Attention: sums of dq, dk, dv in float32, and a piece's tensors; the gradients of output and gate come in place of
+    what these were made into. Gated DeltaNet, whose backward computes a depth's tensors again: nine as wide as the
+    values (what its chunks are condensed to, and gradients), and two states per chunk; of output, normed output and
+    gate, gone by then, two have a gradient.
+    """
+    if layer_type == "full_attention":
+        piece = shape.piece * geometry.query_width * itemsize
+        return piece + shape.positions * 4 * (geometry.query_width + 2 * geometry.key_width)
+    states = 2 * shape.level_chunks * geometry.state_elements
+    return ((9 * shape.level - shape.positions) * geometry.linear_value_width + states) * itemsize
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One decoder layer at the worst moment of its backward. kept: what its forward left. made: gradients beside it."""
+
+    layer: int
+    kept: int
+    made: int
+    what: str
+
+    @classmethod
+    def of(cls, config: Config, geometry: Geometry, layer: int, shape: Shape) -> LayerBytes:
+        """The backward of the feed-forward comes first, while everything is still kept, then that of the mixer.
+
+        With `memory.tile_rows` norms, adapters and feed-forward keep their inputs alone, which are there already.
+        """
+        itemsize, kind, positions = ITEMSIZE[config.model.dtype], geometry.layer_types[layer], shape.positions
+        mixer = mixer_bytes(geometry, kind, shape, itemsize)
+        block = feed_forward_bytes(geometry, layer, positions, itemsize)
+        gradient = feed_forward_gradient_bytes(geometry, layer, positions, itemsize)
+        adapters = _adapter_bytes(config, geometry, layer, positions)
+        one = tensor_bytes(positions, geometry.hidden, itemsize=itemsize)
+        if rows := tile_rows(config):
+            mixer -= one  # the norm's input is the layer's
+            if kind != "full_attention" and adapted(config) and not _reads_hidden(geometry, layer, config.adapter):
+                mixer -= one  # frozen products need not keep its output
+            adapters = 0
+            if not geometry.sparse(layer):
+                tile = min(rows, positions)
+                gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
+                gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
+                gradient += _adapter_bytes(config, geometry, layer, tile)
+                block = 2 * one
+        mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize)
+        if (everything := mixer + block + adapters) + gradient >= mixer + adapters + mixer_gradient:
+            return cls(layer, everything, gradient, "the feed-forward's")
+        return cls(layer, mixer + adapters, mixer_gradient, f"those of {kind.replace('_', ' ')}")
+
+
+def _reads_hidden(geometry: Geometry, layer: int, adapter: AdapterConfig) -> bool:
+    """Has a product of the layer's first norm an adapter, which needs its input in backward?"""
+    return any(name.startswith("in_proj") and name in adapter.targets for name in geometry.linears(layer))
+
+
+def tile_rows(config: Config) -> int:
+    """Positions of a tile; 0 where everything is computed whole."""
+    return config.memory.tile_rows if config.memory.recompute else 0
+
+
+def _adapter_bytes(config: Config, geometry: Geometry, layer: int, positions: int) -> int:
+    if not adapted(config):
+        return 0
+    return adapter_input_bytes(geometry, layer, positions, config.adapter, ITEMSIZE[config.model.dtype])
+
+
+def adapter_input_bytes(
+    geometry: Geometry, layer: int, positions: int, adapter: AdapterConfig, itemsize: int = 2
+) -> int:
+    """What one layer's adapters keep: rank-wide products and, with dropout, each input once more and its mask."""
+    total = 0
+    for name, (inputs, _) in geometry.linears(layer).items():
+        if name in adapter.targets:
+            total += tensor_bytes(positions, adapter.rank, itemsize=itemsize)
+            total += tensor_bytes(positions, inputs, itemsize=itemsize + 1) if adapter.dropout else 0
+    return total
+
+
+def adapted(config: Config) -> bool:
+    return config.train.trainable == "adapter"
