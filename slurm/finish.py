@@ -334,7 +334,8 @@ def _not_started(ended: Outcome, said: Said, per_node: int, lives: Sequence[Life
     """`ended` with what srun said, and the ranks of the nodes that it named."""
     named = [index for index, node in enumerate(lives[-1].nodes if lives else ()) if node in said.nodes]
     ranks = tuple(rank for index in named for rank in range(index * per_node, (index + 1) * per_node))
-    return ended._replace(line=f"{ended.line}{': ' if said.line else ''}{said.line}", ranks=ranks)
+    told = f"; srun says: {said.line}" if said.line else ""
+    return ended._replace(line=f"{ended.line}{told}", ranks=ranks)
 
 
 def _over_memory(ended: Outcome, log: Path) -> Outcome:

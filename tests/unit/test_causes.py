@@ -175,7 +175,7 @@ def test_ranks_that_could_not_be_launched_are_a_cause_of_their_own(run: Path, mo
     assert (found.status, found.cause) == (141, "launch")
     told = finish.ask_slurm(run, found, per_node=2)
     assert told.ranks == (4, 5)
-    assert told.line.startswith("failed: no rank was started: srun ended with status 141: Task launch for StepId=17.9 ")
+    assert told.line.startswith("failed: no rank was started: srun ended with status 141; srun says: Task launch ")
     assert policy.decide([policy.Life(0, "17", ("node1", "node3"), "launch", 0, ("node3",))], 1, False).again
     log.unlink()
     assert finish.ask_slurm(run, found) == found
