@@ -1,19 +1,10 @@
-"""What two gloo ranks must agree on, and faults that must not go unnoticed. Run by `numerics/test_sharded.py`:
-`python -m tests.sharded_checks OUT.json SCENARIO...` imports once and forks two ranks for each scenario."""
+"""What two ranks must agree on, and faults that must not go unnoticed. Run by `tests.sharded_run`."""
 
 from __future__ import annotations
 
 import copy
-import json
-import multiprocessing
 import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +21,6 @@ from prefix_train.plan import Cursor
 from tests import batches, models
 
 COUNT = 7
-SPAWN_TIMEOUT_S = 200.0
 
 KERNELS = {"cpu": ModelConfig(), "cuda": ModelConfig(attention="dense", deltanet="reference")}
 """On a GPU what is checked is the sharding over NCCL, not the kernels."""
@@ -440,75 +430,15 @@ def skipped_by_one(ranks: Ranks) -> None:
             step.update(sharded, 0, 0.0, own)
 
 
+def dies(ranks: Ranks) -> None:
+    """The fault: a rank that leaves no traceback of its own."""
+    if ranks.rank == 1:
+        os.abort()
+
+
 FAULTS: dict[str, Check] = {
     "no_blank_image": no_blank_image,
     "unequal_packs": unequal_packs,
     "skipped_by_one": skipped_by_one,
+    "dies": dies,
 }
-
-
-def run_rank(rank: int, port: int, scenario: str, out: Path) -> None:
-    """One forked rank: every check of the scenario, each with its outcome in `out`."""
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(port)
-    checks = CHECKS if scenario == "checks" else {scenario: FAULTS[scenario]}
-    found: dict[str, str] = {}
-    with dist.joined(60.0 if scenario == "checks" else 4.0) as ranks:
-        for name, check in checks.items():
-            began = time.monotonic()
-            try:
-                check(ranks)
-                found[name] = ""
-            except Exception:  # noqa: BLE001  reported by the test
-                found[name] = traceback.format_exc()
-            out.write_text(json.dumps(found))
-            print(f"rank {rank} {name} {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-
-
-Outcomes = dict[str, list[dict[str, str] | None]]
-"""By scenario and rank: each check's traceback, empty where it passed; None where the rank died before its first."""
-
-
-def outcomes(folder: Path, scenarios: Sequence[str], gpus: bool) -> Outcomes:
-    """Run the scenarios in processes of their own, over NCCL or over gloo on the CPU."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.sharded_checks", str(folder / "out.json"), *scenarios],
-        cwd=Path(__file__).parents[1],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    found: Outcomes = json.loads((folder / "out.json").read_text())
-    return found
-
-
-def main(out: Path, scenarios: Sequence[str]) -> None:
-    """Run the scenarios one after the other and write their Outcomes to `out`."""
-    context = multiprocessing.get_context("fork")
-    results: Outcomes = {}
-    for scenario in scenarios:
-        with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            probe.close()
-            files = [Path(folder) / f"{rank}.json" for rank in range(2)]
-            ranks = [context.Process(target=run_rank, args=(rank, port, scenario, files[rank])) for rank in range(2)]
-            for process in ranks:
-                process.start()
-            deadline = time.monotonic() + SPAWN_TIMEOUT_S
-            for process in ranks:
-                process.join(max(0.0, deadline - time.monotonic()))
-            for process in ranks:
-                process.kill()
-            results[scenario] = [json.loads(file.read_text()) if file.exists() else None for file in files]
-    out.write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

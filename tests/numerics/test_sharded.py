@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests import sharded_checks
-from tests.sharded_checks import Outcomes
+from tests import sharded_checks, sharded_run
+from tests.sharded_run import Outcomes
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     scenarios = ["checks", *sharded_checks.FAULTS]
-    return sharded_checks.outcomes(tmp_path_factory.mktemp("sharded"), scenarios, gpus=False)
+    return sharded_run.outcomes(tmp_path_factory.mktemp("sharded"), scenarios, gpus=False)
 
 
 def named(begin: str) -> list[str]:
@@ -19,8 +19,8 @@ def named(begin: str) -> list[str]:
 
 
 def assert_passed(outcomes: Outcomes, check: str) -> None:
-    for rank, found in enumerate(outcomes["checks"]):
-        assert (found or {}).get(check, "it did not get there") == "", f"rank {rank}: {found}"
+    for rank, told in enumerate(outcomes["checks"]):
+        assert told.checks.get(check, "it did not get there") == "", f"rank {rank}: {told}"
 
 
 @pytest.mark.parametrize("check", named("r14_"))
@@ -61,7 +61,7 @@ def test_two_ranks(check: str, outcomes: Outcomes) -> None:
 
 def failed(outcomes: Outcomes, fault: str) -> bool:
     """Did any rank end with an error, or die?"""
-    return any(found is None or found.get(fault, "died") for found in outcomes[fault])
+    return any(told.ended or told.checks[fault] for told in outcomes[fault])
 
 
 def test_r15_fails_without_fix(outcomes: Outcomes) -> None:
@@ -80,3 +80,11 @@ def test_a_rank_without_an_image_runs_the_tower(outcomes: Outcomes) -> None:
 
 def test_a_rank_that_leaves_the_vision_tower_out_fails(outcomes: Outcomes) -> None:
     assert failed(outcomes, "no_blank_image")
+
+
+def test_a_rank_that_dies_says_of_what(outcomes: Outcomes) -> None:
+    alive, dead = outcomes["dies"]
+    assert (alive.checks, alive.ended) == ({"dies": ""}, "")
+    assert dead.checks == {}
+    assert dead.ended.startswith("SIGABRT; it printed:")
+    assert "in dies" in dead.ended  # the frame that faulthandler shows
