@@ -250,6 +250,7 @@ def pinned_after(run: Callable[[Tensor], None]) -> float:
 
 def test_r24_alternating_sizes_take_no_more_than_the_largest() -> None:
     made: list[Offload] = []
+    same: list[Tensor] = []
 
     def through_the_pool(source: Tensor) -> None:
         if not made:
@@ -257,10 +258,10 @@ def test_r24_alternating_sizes_take_no_more_than_the_largest() -> None:
             made.append(Offload(1, pool, CudaCopier(source.device)))
         stored = Stored(made[0], source, None)
         stored.store(source).finish()
-        back = stored.tensor()
-        assert torch.equal(back, source)
+        same.append((stored.tensor() == source).all())  # read later: torch pins a byte to bring an answer to the host
 
     assert pinned_after(through_the_pool) == 0.0  # the pool's memory is its own
+    assert all(same)
     assert 1.0 <= made[0].pool.size / (max(SIZES) * 5120 * 2) <= 1.05
 
 
