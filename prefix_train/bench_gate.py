@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -29,16 +29,21 @@ TORCH_FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 """What transformers' models call by these names, and replace by faster kernels where those are installed."""
 
 
-def gate(config: Config, device: torch.device, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def gate(
+    config: Config,
+    device: torch.device,
+    phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> dict[str, Any]:
     """Packs against transformers' own model, one example at a time, at the geometry's head sizes.
 
     In float32 both sides run plain torch where recurrence is: flash-linear-attention's kernels multiply in TF32.
-    say: told what begins.
+    phase: around each of the two.
     """
     parts: dict[str, Any] = {}
-    for name in ("float32", "bfloat16"):
-        say(f"packs against transformers' own model in {name}")
-        parts[name] = agreement(config, name, device)
+    names: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+    for name in names:
+        with phase(f"packs against transformers' own model in {name}"):
+            parts[name] = agreement(config, name, device)
     return {"passed": all(part["passed"] for part in parts.values()), **parts}
 
 

@@ -311,8 +311,7 @@ def main() -> None:
         print(json.dumps(found, allow_nan=False), flush=True)
 
     if name == GATE:
-        with watch.phase("both dtypes"):
-            tell(bench_gate.gate(case.config(), device, watch.say))
+        tell(bench_gate.gate(case.config(), device, watch.phase))
     else:
         tell(measure(name, case, device, watch, tell))
 
