@@ -26,6 +26,7 @@ from configs.schema import ModelConfig
 from prefix_train import geometry, gguf_config, model, tiny
 from prefix_train.stream import places
 from prefix_train.stream.places import Parts, parts_of_weight
+from prefix_train.stream.store import Store
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -56,20 +57,42 @@ Read = Callable[[str], Tensor]
 def open_source(config: ModelConfig) -> Source:
     """The weights that a run with `config` would load. UserError where a tensor is missing, or one is too many."""
     geometry.read_config(config)  # says in one line what is no model
-    skeleton = model.skeleton(config)
     if config.path is None:
-        built = tiny.build_model(config.build, config.seed, model.DTYPES[config.dtype])
-        return of_model(built, {"kind": "build", "build": dict(config.build), "seed": config.seed})
-    path = locate(config.path)
+        return of_model(tiny.build_model(config.build, config.seed, model.DTYPES[config.dtype]), identify(config))
+    skeleton, path, files = model.skeleton(config), locate(config.path), _files(config)
     if (quantised := getattr(skeleton.config, "quantization_config", None)) is not None:
         kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise UserError(f"{path} is quantised already ({kind}); give the model in 16 or 32 bits")
-    files = [path] if is_gguf(path) else _shards(path)
     read = _gguf(path, skeleton) if is_gguf(path) else _safetensors(files, skeleton)
-    identity = {"kind": "gguf" if is_gguf(path) else "safetensors", "path": config.path, "revision": _revision(path)}
-    identity["fingerprint"] = fingerprint(files)
     stamp = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    return Source(skeleton, parts_of_weight(read), identity, stamp)
+    return Source(skeleton, parts_of_weight(read), identify(config), stamp)
+
+
+def identify(config: ModelConfig) -> dict[str, Any]:
+    """Which weights a run with `config` would load, told without loading them."""
+    if config.path is None:
+        return {"kind": "build", "build": dict(config.build), "seed": config.seed}
+    path = locate(config.path)
+    identity = {"kind": "gguf" if is_gguf(path) else "safetensors", "path": config.path, "revision": _revision(path)}
+    return identity | {"fingerprint": fingerprint(_files(config))}
+
+
+def require_same(store: Store, config: ModelConfig) -> None:
+    """Raise UserError unless `store` was made of the weights that `config` names; of random ones, for its model.
+
+    A store of a model that was in memory says only what its configuration was.
+    """
+    have, wanted = store.manifest.source, json.loads(json.dumps(identify(config)))
+    keys = {"memory": (), "random": ("build",), "build": ("build", "seed")}.get(have["kind"], ("fingerprint",))
+    if any(have[key] != wanted.get(key) for key in keys):
+        which = config.path or "model.build"
+        made_of = have.get("path") or f"a model of kind {have['kind']}"
+        raise UserError(f"{store.folder} was made of {made_of}, whose weights are not those of {which}")
+
+
+def _files(config: ModelConfig) -> list[Path]:
+    path = locate(config.path or "")
+    return [path] if is_gguf(path) else _shards(path)
 
 
 def of_model(built: PreTrainedModel, identity: dict[str, Any]) -> Source:

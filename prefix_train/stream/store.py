@@ -64,7 +64,10 @@ class Store:
         return self.folder / block.file
 
     def bytes(self, block: BlockFile) -> Tensor:
-        """uint8 [nbytes]: the whole file, mapped, aligned to 64 bytes. What is written to it never reaches the disk."""
+        """uint8 [nbytes]: the whole file, mapped, aligned to 64 bytes. What is written to it never reaches the disk.
+
+        A file that is cut off after this ends the process when the lost part is touched (SIGBUS); `read_into` says so.
+        """
         self._check_size(block)
         return torch.from_file(str(self.path(block)), shared=False, size=block.nbytes, dtype=torch.uint8)
 

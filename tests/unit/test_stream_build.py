@@ -159,6 +159,73 @@ def test_damaged_and_missing_shards_are_named(tmp_path: Path) -> None:
         converted(source, tmp_path / "store")
 
 
+def gguf(path: Path, layers: int = 2) -> Path:
+    """A tiny llama in one GGUF file, some of its matrices in 8 bits. Its tokenizer is a list of words."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import quantize
+
+    draw = torch.Generator().manual_seed(0)
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(layers)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(40)
+    writer.add_token_list([f"word{index}" for index in range(40)])
+
+    def add(name: str, *shape: int, small: bool = False) -> None:
+        value, kind = torch.randn(shape, generator=draw).numpy(), GGMLQuantizationType.Q8_0 if small else None
+        writer.add_tensor(name, value if kind is None else quantize(value, kind), raw_dtype=kind)
+
+    add("token_embd.weight", 40, 32, small=True)
+    add("output_norm.weight", 32)
+    for layer in range(layers):
+        sizes = {"attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32)}
+        sizes |= {"ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+        for name, shape in sizes.items():
+            add(f"blk.{layer}.{name}.weight", *shape, small=True)
+        add(f"blk.{layer}.attn_norm.weight", 32)
+        add(f"blk.{layer}.ffn_norm.weight", 32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_becomes_what_transformers_loads(tmp_path: Path) -> None:
+    path = gguf(tmp_path / "m.gguf")
+    store = converted(path, tmp_path / "store")
+    kind = type(models_of_runs.skeleton(ModelConfig(path=str(path))))
+    loaded_one = kind.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.bfloat16)
+    assert store.manifest.tied
+    assert differ(store, dict(loaded_one.state_dict())) == []
+    assert store.manifest.source["kind"] == "gguf"
+
+
+def test_a_store_knows_which_model_it_was_made_of(tmp_path: Path) -> None:
+    one, two = (str(saved(tmp_path / name)) for name in ("one", "two"))
+    streams.change(min(Path(two).glob("*.safetensors")), 9000)
+    store = converted(Path(one), tmp_path / "store")
+    moved = shutil.copytree(one, tmp_path / "moved")
+    sources.require_same(store, ModelConfig(path=str(moved)))
+    with pytest.raises(UserError, match="whose weights are not those of"):
+        sources.require_same(store, ModelConfig(path=two))
+    config = tiny_geometry()
+    with pytest.raises(UserError, match=r"are not those of model\.build"):
+        sources.require_same(store, config)
+    random = build.build(random_store.generate(config, streams.NF4, 0), tmp_path / "random", streams.NF4)
+    sources.require_same(random, config)
+    built = build.build(sources.open_source(config), tmp_path / "built", streams.BF16)
+    sources.require_same(built, config)
+    for other in (dataclasses.replace(config, seed=5), dataclasses.replace(config, build=config.build | {"a": 1})):
+        with pytest.raises(UserError, match=r"are not those of model\.build"):
+            sources.require_same(built, other)
+
+
 def test_a_model_that_a_configuration_builds_is_stored_too(tmp_path: Path) -> None:
     config = compose.load(Path("configs/digits.yaml")).model
     choice = dataclasses.replace(streams.BF16, dtype=models_of_runs.DTYPES[config.dtype])
