@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import fields
 from operator import attrgetter
 
 from configs.errors import UserError
-from configs.schema import Config
+from configs.schema import Config, StreamConfig
 
 AT_LEAST: dict[str, float] = {
     "seed": 0,
@@ -24,9 +25,13 @@ AT_LEAST: dict[str, float] = {
     "train.weight_decay": 0,
     "train.clip_norm": 0,
     "train.loss_chunk_rows": 1,
+    "train.loss_chunk_words": 0,
     "train.save_every": 0,
     "train.keep_checkpoints": 1,
     "train.threads": 1,
+    "stream.slots": 2,
+    "stream.packs_per_visit": 1,
+    "stream.readers": 1,
     "evaluate.every": 0,
     "evaluate.examples": 1,
     "evaluate.max_new_tokens": 1,
@@ -50,6 +55,7 @@ ABOVE_ZERO = (
     "train.lr",
     "train.epochs",
     "train.eps",
+    "stream.budget_gib",
     "watch.poll_s",
     "watch.load_s",
     "watch.first_update_s",
@@ -58,7 +64,7 @@ ABOVE_ZERO = (
     "watch.evaluate_s",
     "watch.sample_gap_s",
 )
-AT_MOST: dict[str, float] = {"model.seed": 2**64 - 1, "evaluate.chance": 1}
+AT_MOST: dict[str, float] = {"model.seed": 2**64 - 1, "evaluate.chance": 1, "stream.slots": 4}
 FRACTIONS = ("adapter.dropout", "train.beta1", "train.beta2")
 
 DEADLINES = ("load_s", "first_update_s", "floor_s", "save_s", "evaluate_s")
@@ -96,6 +102,7 @@ def _broken(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _choices(config)
     yield from _shape(config)
+    yield from _streaming(config)
     yield from _watching(config)
     if config.cluster != "debug":
         yield from _time(config)
@@ -174,6 +181,37 @@ def _shape(config: Config) -> Iterator[str]:
         for key, needs in (("model.attention", "flex"), ("model.deltanet", "fla")):
             if attrgetter(key)(config) == needs:
                 yield f"{key}={needs} needs GPUs: give slurm.gpus_per_node, or set {key}=auto"
+
+
+def _streaming(config: Config) -> Iterator[str]:
+    """What each engine needs, and what only the other has."""
+    stream, train, evaluate = config.stream, config.train, config.evaluate
+    if config.train.loss_chunk_words % 64:
+        yield f"train.loss_chunk_words is {train.loss_chunk_words}: give a multiple of 64, or 0"
+    if config.engine != "stream":
+        defaults = StreamConfig()
+        for field in fields(stream):
+            if (value := getattr(stream, field.name)) != getattr(defaults, field.name):
+                yield f"stream.{field.name}={value} with engine={config.engine}: leave it out, or set engine=stream"
+        return
+    for name, what in (("store", "the folder that `prefix-train stream build` made"), ("budget_gib", "GiB of memory")):
+        if getattr(stream, name) is None:
+            yield f"engine=stream needs stream.{name}: give {what}"
+    if config.ranks != 1:
+        yield f"engine=stream trains on one GPU: set slurm.nodes=1 and slurm.tasks_per_node=1 for {config.ranks} ranks"
+    if train.trainable != "adapter":
+        yield f"train.trainable={train.trainable} with engine=stream: only adapters can be trained; set it to adapter"
+    if not config.memory.recompute:
+        yield "memory.recompute=false with engine=stream: a block is gone before its backward; set it to true"
+    packs, together = config.pack.packs_per_update, stream.packs_per_visit
+    if packs is not None and together > packs:
+        yield f"stream.packs_per_visit={together} with pack.packs_per_update={packs}: give no more than there are"
+    if stream.resident_blocks != "auto" and not re.fullmatch(r"\d+", stream.resident_blocks):
+        yield f"stream.resident_blocks is {stream.resident_blocks!r}: give auto or a number of blocks"
+    if config.data.heldout is not None and evaluate.generate:
+        yield "evaluate.generate=true with engine=stream: answers need the whole model; set evaluate.generate=false"
+    if config.verify.examples:
+        yield "verify.examples with engine=stream: that needs the whole model; set it to 0, use `prefix-train verify`"
 
 
 def _watching(config: Config) -> Iterator[str]:

@@ -153,8 +153,9 @@ class StreamConfig:
     """Most device memory, in GiB, planned before the first update and held to; a run that needs more does not start."""
     slots: int = 3
     """Blocks that may be on the device at a time besides the resident ones: one is computed with while others come."""
-    resident_blocks: int = 0
-    """Blocks that stay on the device for the whole run: the last ones, with which backward begins."""
+    resident_blocks: str = "auto"
+    """Blocks that stay on the device for the whole run: the last ones, with which backward begins. `auto`: as many as
+    `budget_gib` has room for beside the largest pack; or a number."""
     packs_per_visit: int = 1
     """Packs that a block computes each time it is there; the packs of an update go through the model in such groups."""
     host: Literal["files", "pinned"] = "files"

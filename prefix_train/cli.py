@@ -122,8 +122,14 @@ def budget_command(
     from prefix_train import budget, budget_choices, lengths
 
     config = read(where, overrides)
-    planned = lengths.index_path(config).exists()
-    found = budget.predict(config, lengths.largest_pack(config, lengths.load(config)) if planned else None)
+    largest_pack = lengths.largest_pack(config, lengths.load(config)) if lengths.index_path(config).exists() else None
+    if config.engine == "stream":
+        from prefix_train.stream import planner
+
+        plan = planner.make(config, largest_pack)
+        answer(plan.summary(), plan.describe(), as_json)
+        return
+    found = budget.predict(config, largest_pack)
     listed = budget_choices.choices(config, found)
     gpu = int(gpu_gb * 1e9) if config.slurm.gpus_per_node else None
     host = None if host_gb is None else int(host_gb * 1e9)

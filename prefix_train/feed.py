@@ -15,6 +15,7 @@ from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train.budget import Shape
 from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.data import Examples, load_examples
 from prefix_train.dist import Ranks
@@ -53,6 +54,11 @@ class Ready:
     skipped: list[str]
 
 
+def shape_of(pack: Pack, targets: Sequence[int]) -> Shape:
+    """What memory depends on of `pack`. targets: of every example; at least as many as rows go through the head."""
+    return Shape.of(pack.lengths, pack.parents, sum(targets[member] for member in pack.members))
+
+
 class Feed:
     """The updates of a run, each with this rank's batches, which are made while the update before runs."""
 
@@ -70,6 +76,11 @@ class Feed:
         self.digest = self._content.hexdigest()
         """SHA-256 of all examples: their tokens, pixels and targets, which a plan knows the lengths of alone."""
         ranks.require_same("the examples", self.digest)
+
+    def largest_pack(self) -> Shape:
+        """Of the first epoch's packs the one with the most positions."""
+        packs = (pack for pack in self.plan.epoch(0).packs if pack.members)
+        return shape_of(max(packs, key=lambda pack: (pack.positions, pack.pairs)), self._targets)
 
     def name(self, example: int) -> str:
         """What to call an example in an error: its `file:line`."""

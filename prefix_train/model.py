@@ -176,6 +176,10 @@ class Root(nn.Module):
         """Several packs, whose losses then go backward together."""
         return [self(batch, draw=draw) for batch, draw in zip(batches, draws, strict=True)]
 
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """What an update's line of metrics.jsonl tells of this root besides; the update took so long."""
+        return {}
+
     def _run(self, batch: Batch) -> Out:
         hidden = self.anatomy.body(**self._inputs(batch)).last_hidden_state
         head = self.anatomy.head.weight

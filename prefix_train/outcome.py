@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from configs import runfolder
 from configs.schema import Config
-from prefix_train import anatomy, attention, deltanet, evaluate, export, fused, precision, verify
+from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, precision, verify
 from prefix_train import model as models
 from prefix_train.heldout import Heldout
 from prefix_train.plan import plan_heldout
@@ -58,7 +58,7 @@ def write(run: Path, config: Config, closing: Closing, device: torch.device) -> 
 
     Raises BadOutcome, after writing, where the model is not what packs were computed with or nothing was trained.
     """
-    model, processor = restore(config, closing.trained, device)
+    model, processor = restore(config, closing.trained, device, whole=config.engine == "sharded")
     folder = run / (runfolder.ADAPTER if config.train.trainable == "adapter" else runfolder.WEIGHTS)
     exported = export.export(model, processor, closing.trained, folder, run)
     result: dict[str, Any] = {
@@ -124,19 +124,22 @@ def lines(result: dict[str, Any]) -> list[str]:
     return said
 
 
-def restore(config: Config, trained: dict[str, Tensor], device: torch.device) -> tuple[nn.Module, Any]:
+def restore(
+    config: Config, trained: dict[str, Tensor], device: torch.device, whole: bool = True
+) -> tuple[nn.Module, Any]:
     """The model of `config` with the trained tensors (all of them and no others), and its processor.
 
-    In eval mode, computing as transformers does: not patched, not sharded.
+    In eval mode, computing as transformers does: not patched, not sharded. Where it is not wanted whole, weights that
+    pass through in training are left out: then it can be exported, and nothing else.
     """
-    model, processor = models.load(config.model)
+    model, processor = engines.load(config, whole)
     adapted = models.adapt(model, config)
     parameters = anatomy.trainable(adapted)
     check_names("the run's result", trained, parameters)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(trained[name])
-    return adapted.to(device), processor
+    return adapted.to(device) if whole else adapted, processor
 
 
 def answered(model: nn.Module, processor: Any, heldout: Heldout, config: Config) -> dict[str, Any]:
@@ -162,7 +165,8 @@ def check(model: nn.Module, examples: Sequence[Example], config: Config) -> dict
     with precision.Copies(model, dtype):
         alone = verify.standalone(model, examples)
     models.make_ready(model, config)
-    root = models.Root(model, dtype, config.train.loss_chunk_rows, images=False)
+    train = config.train
+    root = models.Root(model, dtype, train.loss_chunk_rows, images=False, chunk_words=train.loss_chunk_words)
     forest = build_forest((example.keys for example in examples), config.pack.min_shared)
     packs = plan_heldout(config, forest, ranks=1).updates[0][0]
     return verify.compare(verify.packed(root, packs, examples), alone, verify.bounds_for(config.verify, dtype))

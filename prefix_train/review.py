@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, checkpoint, export, outcome
+from prefix_train import anatomy, checkpoint, engines, export, outcome
 from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.heldout import Heldout
@@ -39,7 +39,7 @@ class Review:
             raise UserError(f"{run} has no checkpoint yet: nothing has been trained that could be looked at")
         torch.set_num_threads(config.train.threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        skeleton, _ = models.load(config.model)
+        skeleton, _ = engines.load(config)
         trained = export.from_checkpoint(folder, models.adapt(skeleton, config))
         model, processor = outcome.restore(config, trained, device)
         return cls(config, trained, model, processor, Ranks(0, 1, device, None))
@@ -69,9 +69,8 @@ def evaluate(run: Path, data: Path | None) -> dict[str, Any]:
     heldout = review.heldout(config)
     answered = outcome.answered(review.model, review.processor, heldout, config)
     models.make_ready(review.model, config)
-    root = models.Root(
-        review.model, models.DTYPES[config.model.dtype], config.train.loss_chunk_rows, images=heldout.images
-    )
+    train, dtype = config.train, models.DTYPES[config.model.dtype]
+    root = models.Root(review.model, dtype, train.loss_chunk_rows, heldout.images, train.loss_chunk_words)
     losses = heldout.losses(root, review.ranks)
     return answered | {"heldout_examples": len(losses), "heldout_loss": sum(losses.values()) / len(losses)}
 

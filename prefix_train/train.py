@@ -20,9 +20,10 @@ from torch import nn
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, biopsies, checkpoint, digits, dist, gradients, kernels, offload, outcome, shard
+from prefix_train import anatomy, biopsies, checkpoint, digits, dist, engines, gradients, kernels, offload, outcome
 from prefix_train import model as models
-from prefix_train.feed import Feed, load_agreed
+from prefix_train.budget import Shape
+from prefix_train.feed import Feed, load_agreed, shape_of
 from prefix_train.heartbeat import Heartbeat
 from prefix_train.heldout import Heldout
 from prefix_train.plan import Cursor, RunPlan, Step
@@ -40,8 +41,6 @@ def main(run: Path) -> int:
     on. Raises UserError for a user's mistake; the same on every rank.
     """
     config = compose.from_run(run)
-    if config.engine != "sharded":
-        raise UserError(f"engine={config.engine} is not there yet: set engine=sharded")
     torch.set_num_threads(config.train.threads)
     # What transformers falls back to in the check of itself stands in result.json, under `kernels`.
     transformers.logging.set_verbosity_error()
@@ -85,7 +84,7 @@ class Life:
     def __init__(self, run: Path, config: Config, ranks: dist.Ranks, beat: Heartbeat) -> None:
         self.run, self.config, self.ranks, self.beat = run, config, ranks, beat
         ranks.together(lambda: prepare_data(config) if ranks.rank == 0 else None)
-        model, processor = ranks.together(lambda: models.load(config.model))
+        model, processor = ranks.together(lambda: engines.load(config))
         renderer = Renderer(processor, model.config)
         examples = load_agreed(Path(config.data.train), renderer, config, ranks)
         self.feed = Feed(config, examples, ranks)
@@ -93,18 +92,22 @@ class Life:
         self.skipped = [*examples.skipped, *(self.heldout.skipped if self.heldout else [])]
         images = self.feed.images or bool(self.heldout and self.heldout.images)
         self.model = ranks.together(lambda: models.prepare(model, config))
-        self.root = models.Root(self.model, models.DTYPES[config.model.dtype], config.train.loss_chunk_rows, images)
-        if ranks.mesh is None:
-            self.root.to(ranks.device)
-        else:
-            shard.shard(self.root, ranks.mesh)
-        self.offload = ranks.together(lambda: offload.attach(self.root, config, ranks.device))
+        self.root, self.offload = engines.make_root(self.model, config, ranks, images, self._largest_pack())
         self.parameters = anatomy.trainable(self.model)
         self.optimizer = make_optimizer(self.parameters, config)
         self.hash_before = digest(full_tensors(self.parameters, keep=ranks.rank == 0))
         self.heldout_losses: dict[int, float] = {}
         self.cursor = self._resume()
         self.stepper = self._make_stepper()
+
+    def _largest_pack(self) -> Shape:
+        """Of the first epoch and of the held-out examples."""
+        heldout = self.heldout
+        shapes = [self.feed.largest_pack()]
+        if heldout is not None:
+            targets = [int(example.target.sum()) for example in heldout.examples]
+            shapes += [shape_of(pack, targets) for pack in heldout.packs(self.ranks.rank) if pack.members]
+        return max(shapes, key=lambda shape: (shape.positions, shape.rows))
 
     def train(self, stop: StopRequest) -> bool:
         """Walk the plan's updates from where the run stands; False where the run was asked to stop and saved."""
@@ -226,9 +229,12 @@ class Life:
                 logical_tokens=result.logical,
                 seconds=seconds,
                 memory_bytes=memory,
-                more=offload.metrics(self.offload, self.ranks) if self.offload is not None else {},
+                more=self.root.metrics(seconds) | self._offloaded(),
             )
         )
+
+    def _offloaded(self) -> dict[str, float]:
+        return offload.metrics(self.offload, self.ranks) if self.offload is not None else {}
 
     def _evaluate(self, number: int) -> None:
         assert self.heldout is not None

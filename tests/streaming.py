@@ -87,10 +87,12 @@ class Pair:
         return self.stream.root
 
 
-def pair(made: PreTrainedModel, store: Store, config: Config, images: bool = False, lr: float = 0.0) -> Pair:
-    """Trainers of `made` and of `store`, which holds its weights."""
+def pair(
+    made: PreTrainedModel, store: Store, config: Config, images: bool = False, lr: float = 0.0, resident: int = 0
+) -> Pair:
+    """Trainers of `made` and of `store`, which holds its weights. resident: how many blocks stay."""
     skeleton = model.prepare(hollow(made, store), config)
-    stream = Streamed(skeleton, config, store, torch.device("cpu"), images)
+    stream = Streamed(skeleton, config, store, torch.device("cpu"), images, resident)
     dtype = next(made.parameters()).dtype
     train = config.train
     whole = model.Root(

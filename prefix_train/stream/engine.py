@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ from transformers import PreTrainedModel
 from configs.errors import UserError
 from configs.schema import Config, ModelConfig
 from prefix_train import model as models
-from prefix_train import patch
+from prefix_train import offload, patch
 from prefix_train.model import Out
 from prefix_train.stream.frozen import Frozen
 from prefix_train.stream.head import Embedding, Head
-from prefix_train.stream.ring import Ring, Source, Unit
+from prefix_train.stream.ring import Figures, Ring, Source, Unit
 from prefix_train.stream.schedule import resident_blocks
 from prefix_train.stream.store import Store
 from prefix_train.stream.walk import Down, Walk
@@ -29,27 +30,27 @@ STAYING = ("final_norm", "vision")
 """Files of a store whose tensors are in the model all the time."""
 
 
-def load(config: ModelConfig, store: Store) -> tuple[PreTrainedModel, Any]:
+def load(config: ModelConfig, store: Store, whole: bool = False) -> tuple[PreTrainedModel, Any]:
     """The model of `config` in eval mode without its frozen weights, and its processor, as `model.load`.
 
-    Raises UserError where the store is not this model's.
+    whole: with all of them, dequantised. Raises UserError where the store is not this model's.
     """
     model = models.skeleton(config, buffers=True)
-    fill(model, store)
+    fill(model, store, whole)
     return model, models.load_processor(config, model.config)
 
 
-def fill(skeleton: PreTrainedModel, store: Store) -> None:
+def fill(skeleton: PreTrainedModel, store: Store, whole: bool = False) -> None:
     """Let `skeleton`, on the meta device but for its buffers, be what it would be with all its weights.
 
-    What passes through takes no memory: it is one zero, as often as is needed. What stays is read. Raises UserError
-    unless the store has every tensor of the model, in its shape and dtype, and no others.
+    What passes through takes no memory, unless it is wanted `whole`: it is one zero, as often as is needed. What stays
+    is read. Raises UserError unless the store has every tensor of the model, in its shape and dtype, and no others.
     """
     _audit(skeleton, store)
     for name, parameter in list(skeleton.named_parameters()):
         _put(skeleton, name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
     for block in store.blocks:
-        if block.name in STAYING:
+        if whole or block.name in STAYING:
             for name, tensor in store.tensors(block):
                 _put(skeleton, name, tensor.clone())
     skeleton.tie_weights()
@@ -73,9 +74,14 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class Streamed(models.Root):
-    """A root that holds what is trained and little else. model: of `load`, prepared; it moves to `device`."""
+    """A root that holds what is trained and little else. model: of `load`, prepared; it moves to `device`.
 
-    def __init__(self, model: nn.Module, config: Config, store: Store, device: torch.device, images: bool) -> None:
+    resident: how many blocks stay there.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config, store: Store, device: torch.device, images: bool, resident: int
+    ) -> None:
         train = config.train
         super().__init__(
             model, models.DTYPES[config.model.dtype], train.loss_chunk_rows, images, train.loss_chunk_words
@@ -91,9 +97,12 @@ class Streamed(models.Root):
         _leave(self.anatomy.head)
         _move(model, device)
         self.source = Source(store, device, config.stream.readers, config.stream.host == "pinned")
-        resident = resident_blocks(len(store.layers), config.stream.resident_blocks)
-        self.ring = Ring(self.source, [Unit.whole(block) for block in store.layers], config.stream.slots, resident)
+        units, stay = [Unit.whole(block) for block in store.layers], resident_blocks(len(store.layers), resident)
+        self.ring = Ring(self.source, units, config.stream.slots, stay)
         self.head = Head(self.source, train.loss_chunk_words)
+        layers, width = len(store.layers), self.anatomy.base.get_input_embeddings().embedding_dim
+        self.offload = offload.make(config, layers, width, self.dtype, device, packs=self.at_once)
+        self._before = Figures(), Figures()
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def forward(self, batch: Batch, draw: str | None = None) -> Out:
@@ -110,6 +119,23 @@ class Streamed(models.Root):
         outs: list[Out] = []
         losses = Down.apply(self._anchor, going, outs)  # type: ignore[no-untyped-call]
         return [Out(loss, out.each) for loss, out in zip(losses, outs, strict=True)]
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Of everything since this was last asked.
+
+        stream_blocks: blocks that were read. stream_visits: with which was computed. stream_bytes: read of blocks and
+        head, stream_gb_s: per second of the update. stream_waited_s: in which computing waited for them.
+        """
+        now = replace(self.ring.figures), replace(self.head.ring.figures)
+        blocks, head = (figures.since(before) for figures, before in zip(now, self._before, strict=True))
+        self._before = now
+        return {
+            "stream_blocks": blocks.reads,
+            "stream_visits": blocks.visits,
+            "stream_bytes": blocks.nbytes + head.nbytes,
+            "stream_gb_s": (blocks.nbytes + head.nbytes) / seconds / 1e9,
+            "stream_waited_s": blocks.waited_s + head.waited_s,
+        }
 
     @contextmanager
     def visit(self, index: int) -> Iterator[None]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -125,6 +125,10 @@ class Figures:
     nbytes: int = 0
     visits: int = 0
     waited_s: float = 0.0
+
+    def since(self, before: Figures) -> Figures:
+        """What was done after `before`."""
+        return Figures(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 class Ring:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from prefix_train import unit
 from prefix_train.loss import PassingHead
 from prefix_train.model import Out
+from prefix_train.offload import Inputs
 from prefix_train.stream.schedule import walk
 
 if TYPE_CHECKING:
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
 class Passage:
     """One pack on its way. calls: what each block is given besides the hidden states, [1, T, D].
 
-    entry: what the first block is given, with the graph that made it. inputs: of each block so far, kept for its
-    backward. grad: of what the last block that was not yet gone back through put out.
+    entry: what the first block is given, with the graph that made it; none where nothing before the blocks learns.
+    inputs: of each block so far, kept for its backward. head: its prediction rows, once they are computed. grad: of
+    what the block that comes next on the way down has put out.
     """
 
     batch: Batch
-    entry: Tensor
+    entry: Tensor | None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     hidden: Tensor
-    inputs: list[Any] = field(default_factory=list)
+    inputs: Inputs
     head: PassingHead | None = None
     grad: Tensor | None = None
 
@@ -80,7 +82,7 @@ class Walk:
                     if index >= self._lowest_of(passage):
                         self._fall(passage, index)
         for passage in self.passages:
-            if passage.entry.requires_grad:
+            if passage.entry is not None:
                 torch.autograd.backward(passage.entry, passage.grad)
         self.passages.clear()
 
@@ -88,14 +90,14 @@ class Walk:
         """Everything before the first block, through the model's own forward, in which blocks only take notes."""
         root = self.root
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        with root.copies or nullcontext(), torch.set_grad_enabled(self.learning), _noting(root, calls):
+        with torch.set_grad_enabled(self.learning), root.copies or nullcontext(), _noting(root, calls):
             entry: Tensor = root.anatomy.body(**root._inputs(batch)).last_hidden_state
-        return Passage(batch, entry, calls, entry.detach())
+        return Passage(batch, entry if entry.requires_grad else None, calls, entry.detach(), Inputs(root.offload))
 
     def _rise(self, passage: Passage, index: int, layer: nn.Module) -> None:
         args, kwargs = passage.calls[index]
         if self.learning:
-            passage.inputs.append(passage.hidden)
+            passage.inputs.push(passage.hidden)
         passage.hidden = layer(passage.hidden, *args, **kwargs)
         self.root.handle.check_reached(passage.batch.layout, index)
 
@@ -133,7 +135,7 @@ class Walk:
     def _fall(self, passage: Passage, index: int) -> None:
         """One block, once more and backward."""
         args, kwargs = passage.calls[index]
-        source = passage.inputs.pop().requires_grad_(index > self._lowest_of(passage) or passage.entry.requires_grad)
+        source = passage.inputs.pop().requires_grad_(index > self._lowest_of(passage) or passage.entry is not None)
         with torch.enable_grad():
             out = unit.again(self.root.anatomy.layers[index], source, *args, **kwargs)
         torch.autograd.backward(out, passage.grad)
@@ -144,7 +146,7 @@ class Walk:
         return min(map(self._lowest_of, self.passages))
 
     def _lowest_of(self, passage: Passage) -> int:
-        return 0 if passage.entry.requires_grad else self.root.lowest
+        return self.root.lowest if passage.entry is None else 0
 
 
 class Down(torch.autograd.Function):

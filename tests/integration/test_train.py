@@ -237,7 +237,7 @@ def test_a_bad_row_stops_or_is_left_out(tmp_path: Path, data: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda config: replace(config, engine="stream"), "engine=stream"),
+        (lambda config: replace(config, engine="stream"), "engine=stream needs stream.store"),
         (lambda config: replace(config, adapter=AdapterConfig(targets=["q_prj"])), "did you mean q_proj"),
     ],
 )

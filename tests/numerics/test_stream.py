@@ -2,24 +2,260 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests import batches, streaming
+from prefix_train import blame, step, unit
+from prefix_train.collate import Batch
+from prefix_train.stream import engine, frozen, ring, schedule, walk
+from prefix_train.stream.ring import Ring
+from prefix_train.stream.store import Store
+from tests import batches, models, streaming
 
 COUNT = 7
+"""Examples of an update: some share a root of the tree alone, some a second segment below it."""
+
+GROUPS = ([[0, 1, 2, 3, 4, 5, 6]], [[0, 1, 2, 3], [4], [5, 6]], [[index] for index in range(COUNT)])
+"""One pack of depth 3, packs and a standalone example, and standalone examples alone."""
+
+
+def packs(made: Any, groups: Sequence[Sequence[int]], images: bool = False) -> list[Batch]:
+    return batches.batches(batches.make(made, COUNT, images=images), groups)
+
+
+def require_equal(both: streaming.Pair, given: Sequence[Batch], updates: int = 1, lr: float = 0.0) -> None:
+    """Results and gradients of so many updates, and what they make of the parameters."""
+    for number in range(updates):
+        mine, theirs = streaming.updated(both, given, number, lr)
+        assert streaming.unlike(streaming.gradient(both.stream), streaming.gradient(both.whole)) == []
+        assert mine == theirs
+    assert streaming.unlike(both.stream.parameters, both.whole.parameters) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("weights", ["plain", "nf4"])
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3", "llama"])
-def test_gradients_are_equal_to_the_bit(family: str, weights: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3", "llama", "qwen3_next", "qwen3_5_moe_text"])
+def test_gradients_are_equal_to_the_bit(family: str, weights: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     made = streaming.built(family, dtype)
     store = streaming.stored(made, tmp_path / "store", weights)
-    both = streaming.pair(made, store, streaming.options(dtype))
-    packs = batches.batches(batches.make(made, COUNT), [[0, 1, 2, 3], [4], [5, 6]])
-    mine, theirs = streaming.updated(both, packs)
-    assert streaming.unlike(streaming.gradient(both.stream), streaming.gradient(both.whole)) == []
-    assert mine == theirs
+    adapter = {"targets": ["q_proj", "out_proj"]} if family == "qwen3_next" else {}
+    both = streaming.pair(made, store, streaming.options(dtype, adapter=adapter))
+    require_equal(both, packs(made, GROUPS[1]))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Store]:
+    """A hybrid model of 4 blocks in bfloat16, and its NF4 store."""
+    made = streaming.built("qwen3_5_text", torch.bfloat16)
+    return made, streaming.stored(made, tmp_path_factory.mktemp("hybrid") / "store", "nf4", double=True)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 7])
+@pytest.mark.parametrize("groups", GROUPS, ids=["one pack", "packs", "standalone"])
+@pytest.mark.parametrize("resident", [1, 3])
+def test_for_packs_alone_and_together(
+    hybrid: tuple[Any, Store], groups: list[list[int]], at_once: int, resident: int
+) -> None:
+    made, store = hybrid
+    config = streaming.options(torch.bfloat16, stream={"packs_per_visit": at_once})
+    both = streaming.pair(made, store, config, lr=1e-2, resident=resident)
+    require_equal(both, packs(made, groups), updates=3, lr=1e-2)
+
+
+@pytest.mark.parametrize("merger", [True, False])
+@pytest.mark.parametrize("family", models.WITH_VISION)
+def test_with_images_and_without(family: str, merger: bool, tmp_path: Path) -> None:
+    """The merger learns through all blocks, below the lowest adapter too; packs of text send a blank image."""
+    made = streaming.built(family, torch.bfloat16)
+    store = streaming.stored(made, tmp_path / "store", "nf4")
+    config = streaming.options(
+        torch.bfloat16, adapter={"merger": merger, "targets": ["q_proj"]}, stream={"packs_per_visit": 2}
+    )
+    both = streaming.pair(made, store, config, images=True)
+    examples = batches.make(made, COUNT, images=True)
+    text = batches.make(made, 2)
+    given = [
+        *batches.batches(examples, [[0, 1, 2, 3], [4], [5, 6]]),
+        *batches.batches(text, [[0], [1]]),
+    ]
+    require_equal(both, given, updates=2)
+    assert any("merger" in name for name in both.stream.parameters) == merger
+
+
+@pytest.mark.parametrize("changes", [{"tile_rows": 0}, {"tile_rows": 2048}])
+@pytest.mark.parametrize("words", [0, 64])
+def test_with_and_without_tiles(hybrid: tuple[Any, Store], changes: dict[str, Any], words: int) -> None:
+    made, store = hybrid
+    train = {"loss_chunk_words": words, "loss_chunk_rows": 5}
+    require_equal(
+        streaming.pair(made, store, streaming.options(torch.bfloat16, memory=changes, train=train)),
+        packs(made, GROUPS[1]),
+    )
+
+
+def test_evaluation_is_equal_too(hybrid: tuple[Any, Store]) -> None:
+    made, store = hybrid
+    both = streaming.pair(made, store, streaming.options(torch.bfloat16))
+    for root in (both.stream.root, both.whole.root):
+        root.eval()
+    for batch in packs(made, GROUPS[1]):
+        with torch.no_grad():
+            mine, theirs = (root(batch) for root in (both.stream.root, both.whole.root))
+        assert torch.equal(mine.each, theirs.each)
+        assert torch.equal(mine.loss, theirs.loss)
+
+
+# How often a block is there, and how many at a time.
+
+
+@pytest.mark.parametrize(("target", "lowest"), [("q_proj", 3), ("out_proj", 0), ("in_proj_z", 0)])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("resident", [0, 1, 3])
+def test_visits_and_reads_are_those_planned(
+    hybrid: tuple[Any, Store], target: str, lowest: int, slots: int, resident: int
+) -> None:
+    made, store = hybrid
+    config = streaming.options(torch.bfloat16, adapter={"targets": [target]}, stream={"slots": slots})
+    both = streaming.pair(made, store, config, resident=resident)
+    assert both.root.lowest == lowest
+    given = packs(made, GROUPS[1])
+    figures = both.root.ring.figures
+    for number in range(2):
+        require_equal(both, given)
+        passes = (number + 1) * len(given)
+        assert figures.visits == passes * (2 * len(store.layers) - lowest)
+        assert figures.reads == sum(schedule.reads(len(store.layers), lowest, slots, resident, passes))
+    assert figures.nbytes <= figures.reads * max(block.nbytes for block in store.layers)
+
+
+def test_packs_together_cost_one_reading(hybrid: tuple[Any, Store]) -> None:
+    made, store = hybrid
+    read = {}
+    for at_once in (1, 3):
+        config = streaming.options(torch.bfloat16, stream={"packs_per_visit": at_once})
+        both = streaming.pair(made, store, config)
+        require_equal(both, packs(made, GROUPS[1]), updates=4)
+        read[at_once] = both.root.ring.figures.nbytes
+    assert read[1] > 2.5 * read[3]
+
+
+def test_no_more_blocks_live_than_there_are_slots(hybrid: tuple[Any, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block's parameters are made of lies in the slots and the residents' memory, and nowhere else."""
+    made, store = hybrid
+    both = streaming.pair(made, store, streaming.options(torch.bfloat16), resident=1)
+    slots = [memory.untyped_storage().data_ptr() for memory in both.root.ring._slots]
+    stay = [memory.untyped_storage().data_ptr() for memory in both.root.ring._resident.values()]
+    seen = set()
+    within = frozen.Frozen.within
+
+    def watched(self: frozen.Frozen, buffer: Tensor) -> Any:
+        seen.add(buffer.untyped_storage().data_ptr())
+        return within(self, buffer)
+
+    monkeypatch.setattr(frozen.Frozen, "within", watched)
+    require_equal(both, packs(made, GROUPS[1]))
+    assert seen == {*slots, *stay}
+    assert len(slots) == 2
+    assert len(stay) == 1
+    assert all(parameter.is_meta for layer in both.root.anatomy.layers for parameter in frozen_parameters(layer))
+
+
+def frozen_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+
+
+# Faults. Each must show.
+
+
+def plant_no_wait(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are computed with before their bytes are there."""
+    over, read_into, down = threading.Event(), Store.read_into, walk.Walk.down
+
+    def late(self: Store, *args: Any) -> None:
+        over.wait(20)
+        read_into(self, *args)
+
+    def last(self: walk.Walk, grads: Sequence[Tensor]) -> None:
+        down(self, grads)
+        over.set()
+
+    patch.setattr(Store, "read_into", late)
+    patch.setattr(walk.Walk, "down", last)
+    patch.setattr(Ring, "_settle", lambda self, pieces: pieces.clear())
+
+
+def plant_early_slot(patch: pytest.MonkeyPatch) -> None:
+    """A slot is given away although its block is needed before."""
+
+    def load(self: schedule.Schedule) -> schedule.Load | None:
+        wanted = [unit for unit in self._coming[:1] if unit not in self.resident and unit not in self.held]
+        return schedule.Load(0, wanted[0]) if wanted else None
+
+    def enter(self: schedule.Schedule, unit: int) -> int | None:
+        self.visiting = self._coming.pop(0)
+        return None if unit in self.resident else 1
+
+    patch.setattr(schedule.Schedule, "_next_load", load)
+    patch.setattr(schedule.Schedule, "enter", enter)
+
+
+def plant_other_order(patch: pytest.MonkeyPatch) -> None:
+    """Packs go down in another order than they came."""
+    down = walk.Walk.down
+
+    def turned(self: walk.Walk, grads: Sequence[Tensor]) -> None:
+        self.passages.reverse()
+        down(self, grads[::-1])
+
+    patch.setattr(walk.Walk, "down", turned)
+
+
+def plant_no_flag(patch: pytest.MonkeyPatch) -> None:
+    """The last draw's masks are used for every pack on the way down."""
+    again = unit.again
+
+    def last(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["layout"].draw = "another"
+        return again(layer, *args, **kwargs)
+
+    patch.setattr(walk.unit, "again", last)
+
+
+def plant_whole_words(patch: pytest.MonkeyPatch) -> None:
+    """The head is cut otherwise than where it stays."""
+    init = engine.Head.__init__
+    patch.setattr(engine.Head, "__init__", lambda self, source, words: init(self, source, 32))
+
+
+@pytest.mark.parametrize(
+    "plant", [plant_no_wait, plant_early_slot, plant_other_order, plant_no_flag, plant_whole_words]
+)
+def test_a_fault_shows(
+    plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = streaming.built("qwen3_5_text", torch.float32)
+    store = streaming.stored(made, tmp_path / "store", "nf4")
+    config = streaming.options(torch.float32, stream={"packs_per_visit": COUNT})
+    given = packs(made, GROUPS[2])
+    require_equal(streaming.pair(made, store, config), given)
+    plant(monkeypatch)
+    both = streaming.pair(made, store, config)
+    step.update(both.whole, 0, 0.0, given)
+    try:
+        step.update(both.stream, 0, 0.0, given)
+    except blame.NotFinite:
+        return
+    assert streaming.unlike(streaming.gradient(both.stream), streaming.gradient(both.whole))
+
+
+def test_pieces_are_put_together(hybrid: tuple[Any, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks larger than one read."""
+    monkeypatch.setattr(ring, "PIECE", 1000)
+    made, store = hybrid
+    require_equal(streaming.pair(made, store, streaming.options(torch.bfloat16)), packs(made, GROUPS[1]))

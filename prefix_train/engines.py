@@ -1,0 +1,71 @@
+"""The two engines, as the run sees them: `sharded`, where weights stay, and `stream`, where they pass through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from configs.errors import UserError
+from configs.schema import Config
+from prefix_train import model as models
+from prefix_train import offload, shard
+from prefix_train.budget import Shape
+from prefix_train.dist import Ranks
+from prefix_train.offload import Offload
+from prefix_train.stream import engine, planner
+from prefix_train.stream.engine import Streamed
+from prefix_train.stream.store import Store
+
+
+def load(config: Config, whole: bool = False) -> tuple[PreTrainedModel, Any]:
+    """The model that the engine of `config` starts from, and its processor. Raises UserError as `model.load` does.
+
+    whole: with all weights, also where they would pass through: those that the store gives.
+    """
+    if config.engine == "stream":
+        return engine.load(config.model, open_store(config), whole)
+    return models.load(config.model)
+
+
+def open_store(config: Config) -> Store:
+    """The store that `config` names. UserError where there is none, or where it is damaged."""
+    if config.stream.store is None:
+        raise UserError("engine=stream needs stream.store: make one with `prefix-train stream build`")
+    return Store.open(Path(config.stream.store))
+
+
+def make_root(
+    model: nn.Module, config: Config, ranks: Ranks, images: bool, largest: Shape
+) -> tuple[models.Root, Offload | None]:
+    """The root of a prepared model on this rank's device, and what lets its layers' inputs wait on the host.
+
+    Every rank calls it. largest: pack of the run. Raises UserError where device or host lack the memory.
+    """
+    if config.engine == "stream":
+        root = ranks.together(lambda: _stream(model, config, ranks, images, largest))
+        return root, root.offload
+    train = config.train
+    dtype = models.DTYPES[config.model.dtype]
+    resident = models.Root(model, dtype, train.loss_chunk_rows, images, train.loss_chunk_words)
+    if ranks.mesh is None:
+        resident.to(ranks.device)
+    else:
+        shard.shard(resident, ranks.mesh)
+    return resident, ranks.together(lambda: offload.attach(resident, config, ranks.device))
+
+
+def _stream(model: nn.Module, config: Config, ranks: Ranks, images: bool, largest: Shape) -> Streamed:
+    """Planned first, and refused if the budget is too small; torch's allocator is given what the plan leaves it."""
+    store = open_store(config)
+    plan = planner.make(config, largest)
+    if not plan.fits:
+        print(plan.describe(), flush=True)
+        plan.refuse()
+    if ranks.device.type == "cuda":
+        total = torch.cuda.get_device_properties(ranks.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (plan.limit - planner.CONTEXT) / total), ranks.device)
+    return Streamed(model, config, store, ranks.device, images, plan.resident)

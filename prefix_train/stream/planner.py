@@ -1,0 +1,291 @@
+"""The memory of a run that streams, term by term, before it starts; how many blocks may stay; what would fit. No torch.
+
+The sizes of the files come from the store's manifest, or from the model's geometry where there is no store yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.schema import Config
+from prefix_train import budget
+from prefix_train.budget import GIB, ITEMSIZE, Budget, Shape, Term, tensor_bytes
+from prefix_train.budget_choices import scaled
+from prefix_train.geometry import Geometry, read_config
+from prefix_train.stream.schedule import reads
+
+MANIFEST = "manifest.json"
+
+CONTEXT = 640 << 20
+"""Bytes that a CUDA context, its libraries and their workspaces take of a GPU besides torch's allocator."""
+
+SCRATCH = 1 << 18, 6
+"""Elements that are dequantised at once (`nf4.CHUNK`), and bytes that each takes besides the matrix it goes to."""
+
+NF4_BYTES, ALIGNMENT = 0.5 + 4 / 64, 64
+"""Per element of a quantised matrix without double quantisation; and what every part begins at."""
+
+HEAD_TILES = 2
+"""Tiles of the head that are on the device at a time."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Bytes of a store's files. staying: of what is in the model all the time. matrix: elements of the largest matrix
+    that is quantised, 0 where none is. source: where this is known from."""
+
+    blocks: tuple[int, ...]
+    head: int
+    staying: int
+    matrix: int
+    source: str
+
+    @classmethod
+    def of(cls, config: Config, geometry: Geometry) -> Files:
+        """Of the run's store; of NF4 for its model where there is no store yet."""
+        folder = config.stream.store
+        if folder is not None and (path := Path(folder) / MANIFEST).is_file():
+            return cls._of_store(path)
+        return cls._of_geometry(geometry, ITEMSIZE[config.model.dtype])
+
+    @classmethod
+    def _of_store(cls, path: Path) -> Files:
+        try:
+            listed = json.loads(path.read_text(encoding="utf-8"))["blocks"]
+            nbytes = {block["name"]: int(block["nbytes"]) for block in listed}
+            shapes = [tensor["shape"] for block in listed for tensor in block["tensors"] if tensor["weights"] == "nf4"]
+            blocks = tuple(
+                nbytes[f"block.{index}"] for index in range(sum(name.startswith("block.") for name in nbytes))
+            )
+            staying = nbytes["final_norm"] + nbytes.get("vision", 0)
+            head = nbytes.get("head", nbytes["embedding"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} cannot be read as a store's manifest: {error!r}; build the store again") from error
+        return cls(blocks, head, staying, max(map(prod, shapes), default=0), str(path.parent))
+
+    @classmethod
+    def _of_geometry(cls, geometry: Geometry, itemsize: int) -> Files:
+        blocks, largest = [], 0
+        for layer in range(geometry.layers):
+            matrices = [prod(shape) for shape in geometry.linears(layer).values()]
+            largest = max(largest, *matrices)
+            plain = geometry.layer_parameters(layer) - sum(matrices)
+            blocks.append(int(sum(matrices) * NF4_BYTES) + plain * itemsize + 2 * ALIGNMENT * len(matrices))
+        parts = geometry.parameters
+        staying = (geometry.hidden + parts["vision"] + parts["merger"]) * itemsize
+        head = parts["embedding"] * itemsize
+        return cls(tuple(blocks), head, staying, largest, "the model's sizes; there is no store yet, NF4 assumed")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run with packs of up to `pack.max_positions` needs. files: the store's. resident: blocks that stay.
+
+    limit: bytes of `stream.budget_gib`. shape: of the largest pack.
+    """
+
+    config: Config
+    files: Files
+    resident: int
+    shape: Shape
+
+    @property
+    def limit(self) -> int:
+        """Most device memory that may be used."""
+        assert self.config.stream.budget_gib is not None
+        return int(self.config.stream.budget_gib * GIB)
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The terms."""
+        found = budget.predict(self.config, self.shape)
+        terms = (
+            *_weights(self.config, self.files, self.resident, found),
+            *_activations(self.config, self.files, found),
+        )
+        return replace(found, terms=terms)
+
+    @property
+    def needed(self) -> int:
+        """Most bytes of the device at a time."""
+        return self.budget.total("gpu")
+
+    @property
+    def fits(self) -> bool:
+        """Is that within the budget?"""
+        return self.needed <= self.limit
+
+    def reads(self, lowest: int = 0) -> int:
+        """Bytes of blocks that one pass of a group of packs reads, once the first is over."""
+        blocks = self.files.blocks
+        counted = reads(len(blocks), lowest, self.config.stream.slots, self.resident, 3)[-1]
+        passing = blocks[: len(blocks) - self.resident] or (0,)
+        return counted * sum(passing) // len(passing)
+
+    def refuse(self) -> None:
+        """Raise UserError, with what would fit, where the budget is too small."""
+        if self.fits:
+            return
+        largest = sorted(self.budget.at_most("gpu"), key=lambda term: -term.bytes)[:3]
+        terms = ", ".join(f"{term.name} {term.bytes / GIB:.3f}" for term in largest)
+        raise UserError(
+            f"stream.budget_gib={self.config.stream.budget_gib:g} is too small: packs of up to "
+            f"{self.shape.positions:,} positions need {self.needed / GIB:.3f} GiB (largest terms {terms}); what would "
+            f"fit: {'; '.join(self.would_fit()) or 'nothing with this model, not even one position'}"
+        )
+
+    def would_fit(self) -> list[str]:
+        """Changes of one option, then of several, with which the budget would do."""
+        found = [name for name, other in self._changes() if make(other, self.shape, self.files).fits]
+        least = self.config
+        for _, change in CHANGES:
+            least = change(least)
+        if most := self._largest(self.config):
+            found.append(f"pack.max_positions={most}")
+        if not found and make(least, self.shape, self.files).fits:
+            found.append(" ".join(name for name, _ in self._changes()))
+        if not most and (most := self._largest(least)):
+            found.append(" ".join([*(name for name, _ in self._changes()), f"pack.max_positions={most}"]))
+        return found
+
+    def _changes(self) -> Iterator[tuple[str, Config]]:
+        for name, change in CHANGES:
+            other = change(self.config)
+            if other != self.config:
+                yield name.format(tile=TILE), other
+
+    def _largest(self, config: Config) -> int:
+        """Most positions of a pack in the same proportions."""
+        low, high = 0, self.shape.positions
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = make(_with(config, "pack", max_positions=middle), scaled(self.shape, middle), self.files).fits
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    def describe(self) -> str:
+        """As a table."""
+        lines = [
+            budget.describe(self.budget),
+            f"sizes from {self.files.source}",
+            f"budget {self.limit / GIB:.3f} GiB, {'fits' if self.fits else 'TOO SMALL'}; {self.resident} of "
+            f"{len(self.files.blocks)} blocks stay; {self.reads() / 1e9:.2f} GB read per pass of "
+            f"{self.config.stream.packs_per_visit} packs",
+        ]
+        if not self.fits:
+            lines.append("what would fit: " + ("; ".join(self.would_fit()) or "nothing"))
+        return "\n".join(lines)
+
+    def summary(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return budget.summary(self.budget) | {
+            "budget_bytes": self.limit,
+            "fits": self.fits,
+            "files": asdict(self.files),
+            "resident_blocks": self.resident,
+            "read_bytes_per_pass": self.reads(),
+            "would_fit": [] if self.fits else self.would_fit(),
+        }
+
+
+TILE = 8192
+"""Words of the vocabulary at a time, as advice."""
+
+
+def _with(config: Config, section: str, **changes: Any) -> Config:
+    return replace(config, **{section: replace(getattr(config, section), **changes)})
+
+
+def _tiled(config: Config) -> Config:
+    return config if 0 < config.train.loss_chunk_words <= TILE else _with(config, "train", loss_chunk_words=TILE)
+
+
+def _in_tiles(config: Config) -> Config:
+    rows = config.memory.tile_rows
+    return config if 0 < rows <= 2048 else _with(config, "memory", tile_rows=2048)
+
+
+def _few_rows(config: Config) -> Config:
+    return config if config.train.loss_chunk_rows <= 512 else _with(config, "train", loss_chunk_rows=512)
+
+
+CHANGES = (
+    ("stream.resident_blocks=0", lambda config: _with(config, "stream", resident_blocks="0")),
+    ("memory.offload=auto", lambda config: _with(config, "memory", offload="auto")),
+    ("train.loss_chunk_words={tile}", _tiled),
+    ("train.loss_chunk_rows=512", _few_rows),
+    ("memory.tile_rows=2048", _in_tiles),
+    ("stream.packs_per_visit=1", lambda config: _with(config, "stream", packs_per_visit=1)),
+    ("stream.slots=2", lambda config: _with(config, "stream", slots=2)),
+)
+"""Options that save memory on the device, those that cost least first."""
+
+
+def make(config: Config, shape: Shape | None = None, files: Files | None = None) -> Plan:
+    """The plan of `config` for packs in the proportions of `shape`, grown to `pack.max_positions`."""
+    most = config.pack.max_positions
+    shape = Shape.of([most], [-1], most) if shape is None else scaled(shape, most)
+    files = files or Files.of(config, Geometry.of(read_config(config.model)))
+    blocks, asked = len(files.blocks), config.stream.resident_blocks
+    plan = Plan(config, files, 0 if asked == "auto" else min(int(asked), blocks), shape)
+    while asked == "auto" and plan.resident < blocks:
+        more = replace(plan, resident=plan.resident + 1)
+        if not more.fits:
+            break
+        plan = more
+    return plan
+
+
+def _weights(config: Config, files: Files, resident: int, found: Budget) -> list[Term]:
+    """What lies on the device all the time."""
+    passing, staying = files.blocks[: len(files.blocks) - resident], files.blocks[len(files.blocks) - resident :]
+    largest, slots = max(passing, default=0), config.stream.slots if passing else 0
+    words = found.geometry.vocabulary
+    tile = min(config.train.loss_chunk_words or words, words)
+    tiles = min(HEAD_TILES, -(-words // tile))
+    one = tensor_bytes(tile, found.geometry.hidden, itemsize=ITEMSIZE[config.model.dtype])
+    trained = next(term for term in found.terms if term.name == "trained parameters")
+    context = CONTEXT if config.slurm.gpus_per_node else 0
+    return [
+        Term("CUDA context", context, "gpu", "context, libraries and their workspaces"),
+        Term("slots", slots * largest, "gpu", f"{slots} x {largest:,} B, the largest block that passes through"),
+        Term("resident blocks", sum(staying), "gpu", f"{resident} of {len(files.blocks)} blocks"),
+        Term("tiles of the head", tiles * one, "gpu", f"{tiles} x {tile:,} words x {found.geometry.hidden:,}"),
+        Term("last norm, vision tower", files.staying, "gpu", "as stored"),
+        trained,
+    ]
+
+
+def _activations(config: Config, files: Files, found: Budget) -> Iterator[Term]:
+    """What packs make, `packs_per_visit` of them at a time; their blocks are computed one after the other."""
+    packs, itemsize, geometry = config.stream.packs_per_visit, ITEMSIZE[config.model.dtype], found.geometry
+    positions, rows = found.shape.positions, found.shape.rows
+    one = tensor_bytes(positions, geometry.hidden, itemsize=itemsize)
+    for term in found.terms:
+        if term.name in ("layer inputs", "offloaded layer inputs"):
+            yield replace(term, bytes=packs * term.bytes, formula=f"{packs} packs x ({term.formula})")
+        elif term.name == "gradients in the layer" and budget.tile_rows(config):
+            views = tensor_bytes(_rows(config, positions), 2 * geometry.hidden, itemsize=itemsize)
+            yield replace(term, bytes=term.bytes - views)
+        elif term.name in ("one layer recomputed", "gradients in the layer", "logits of a chunk"):
+            yield term
+    yield Term("residual stream", (packs + 1) * one, "gpu", f"of {packs} packs, and a block's output")
+    matrix = files.matrix * itemsize + min(files.matrix, SCRATCH[0]) * SCRATCH[1]
+    matrix = max(0, matrix - tensor_bytes(_rows(config, positions), geometry.mlp_width(0), itemsize=itemsize))
+    yield Term("dequantised matrix", matrix, "gpu", "beyond what the feed-forward has let go of by then", "layer")
+    width = geometry.hidden * (itemsize + 4)
+    what = f"{packs} x {rows:,} rows: inputs and float32 gradient"
+    yield Term("prediction rows", packs * rows * width, "gpu", what, "loss")
+    yield Term("last norm's own", 3 * 4 * positions * geometry.hidden, "gpu", "three float32 copies", "loss")
+
+
+def _rows(config: Config, positions: int) -> int:
+    """Positions that the feed-forward computes at a time."""
+    return min(budget.tile_rows(config) or positions, positions)
