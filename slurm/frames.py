@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 from slurm.stacks import Frame, Stack, Thread, python_frames
 
@@ -12,6 +13,10 @@ DEVICE_NATIVE = re.compile(r"(cuda|cu)(Device|Stream|Event|Ctx)Synchronize|cudaM
 """Where a thread waits for its GPU, and so for a collective that the GPU is in."""
 LAUNCHES = re.compile(r"(cuda|cu)LaunchKernel")
 """Where a thread waits too, once the queue to its GPU is full: some thousand launches."""
+BACKWARD, ENGINE = "_engine_run_backward", re.compile(r"torch::autograd::Engine::thread_main")
+"""Where the main thread waits in a backward pass on a GPU, and what the threads are in that compute it."""
+READ_NATIVE = re.compile("|".join(one.pattern for one in (WAITING_NATIVE, DEVICE_NATIVE, LAUNCHES, ENGINE)))
+"""Names of native frames that mean something here."""
 PASSES_ON = ("/prefix_train/recorder.py", "/prefix_train/dist.py")
 """Our own files between a caller and torch's collectives."""
 LEAVING = "destroy_process_group"
@@ -19,8 +24,10 @@ AUTOTUNING = re.compile(
     r"/triton/runtime/autotuner\.py|/triton/testing\.py|/fla/ops/utils/cache\.py|/tilelang/(autotuner|profiler)/"
 )
 COMPILING = re.compile(
-    r"/torch/_(inductor|dynamo|functorch)/|/triton/(compiler|backends)/|/triton/runtime/(jit|build)|/tilelang/|cutlass"
+    r"/torch/_(inductor|dynamo|functorch)/(?!(eval_frame|external_utils)\.py)"
+    r"|/triton/(compiler|backends)/|/triton/runtime/(jit|build)|/tilelang/|cutlass"
 )
+"""Every recomputed layer runs below `torch._dynamo.disable`, whose wrapper is in eval_frame.py."""
 COMPILERS = re.compile(r"^(nvcc|ptxas|cicc|cc1(plus)?|g\+\+|gcc|c\+\+|clang.*|ld|as|ninja|hipcc)$")
 """Programs that a compiling rank starts."""
 
@@ -41,17 +48,13 @@ def waits_for_ranks(stack: Stack) -> bool:
 
 
 def waits_for_device(stack: Stack) -> bool:
-    """Whether the main thread waits in C for its GPU."""
-    return stack.main is not None and any(
-        frame.native and DEVICE_NATIVE.search(frame.name) for frame in stack.main.frames[:12]
-    )
+    """Whether a thread that computes waits in C for its GPU."""
+    return any(_is_in(thread, DEVICE_NATIVE) for thread in _computing(stack))
 
 
 def launches(stack: Stack) -> bool:
-    """Whether the main thread launches a kernel."""
-    return stack.main is not None and any(
-        frame.native and LAUNCHES.search(frame.name) for frame in stack.main.frames[:12]
-    )
+    """Whether a thread that computes launches a kernel."""
+    return any(_is_in(thread, LAUNCHES) for thread in _computing(stack))
 
 
 def tunes(stack: Stack) -> bool:
@@ -119,6 +122,26 @@ def bare(frame: Frame) -> str:
 def place(frame: Frame) -> str:
     """`file:line` of a frame."""
     return f"{frame.file}:{frame.line}" if frame.line else frame.file
+
+
+def _computing(stack: Stack) -> list[Thread]:
+    """The main thread; in a backward pass those of autograd's engine too."""
+    if stack.main is None:
+        return []
+    innermost = next(iter(python_frames(stack.main)), None)
+    if innermost is None or bare(innermost) != BACKWARD:
+        return [stack.main]
+    return [stack.main, *(one for one in stack.threads if _enters(one, ENGINE))]
+
+
+def _is_in(thread: Thread, calls: re.Pattern[str]) -> bool:
+    """Whether a thread is in C, however deep, in one of `calls`."""
+    return any(calls.search(frame.name) for frame in takewhile(lambda frame: frame.native, thread.frames))
+
+
+def _enters(thread: Thread, calls: re.Pattern[str]) -> bool:
+    """Whether one of `calls` is anywhere below what a thread is in."""
+    return any(frame.native and calls.search(frame.name) for frame in thread.frames)
 
 
 def _of_torch(frame: Frame) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from slurm import verdict
 from slurm.evidence import Alarm, Collective, Gpu, Node, Rank
-from slurm.stacks import Frame
+from slurm.stacks import Frame, Thread
 from slurm.verdict import Verdict
 from tests.hangs import pieces
-from tests.hangs.pieces import ASLEEP, CODE, COMPUTING, IDLE, ON_DEVICE, SPINNING, alarm, call, node, rank, ring
+from tests.hangs.pieces import ASLEEP, CODE, COMPUTING, IDLE, ON_DEVICE, SPINNING, TORCH, alarm, call, node, rank, ring
 
 SITE = "/usr/lib/python3.11/site-packages"
 THROTTLED = Gpu(0, 100.0, 22.0, 231.0, 705.0)
@@ -92,16 +92,69 @@ def test_a_search_whose_device_spins_waits_for_the_rank_that_is_elsewhere() -> N
     assert (found.kind, found.ranks, found.ends) == ("missing_rank", (1,), True)
 
 
-LAUNCHING = (Frame("cuLaunchKernelEx", "libcuda.so.1", 0, True), *ON_DEVICE[1:])
+DRIVER = tuple(Frame(f"0x7f63{number}", "libcuda.so.580", 0, True) for number in range(14))
+LAUNCHING = (*DRIVER, Frame("cuLaunchKernelEx", "libcuda.so.580", 0, True), *ON_DEVICE[1:])
+
+
+def one_asleep(others: Callable[[int], Rank], reading: Gpu) -> Verdict:
+    """Rank 1 of four sleeps before a collective that the others have issued; `reading`: of the others' devices."""
+    late = rank(1, frames=ASLEEP, collectives=issued(3)[:2])
+    ranks = [late if number == 1 else others(number) for number in range(4)]
+    return judge(ranks, [IDLE if number == 1 else reading for number in range(4)])
 
 
 @pytest.mark.parametrize(("reading", "kind"), [(SPINNING, "missing_rank"), (COMPUTING, "unknown")])
 def test_a_rank_that_launches_waits_only_where_its_device_spins(reading: Gpu, kind: str) -> None:
-    """The queue to a GPU that waits in a collective is full after some thousand launches."""
-    late = rank(1, frames=ASLEEP, collectives=issued(3)[:2])
-    ranks = [late if number == 1 else rank(number, frames=LAUNCHING, collectives=issued(3)) for number in range(4)]
-    found = judge(ranks, [IDLE if number == 1 else reading for number in range(4)])
+    """The queue to a GPU that waits in a collective is full after a thousand launches; the driver waits deep in C."""
+    found = one_asleep(lambda number: rank(number, frames=LAUNCHING, collectives=issued(3)), reading)
     assert (found.kind, found.ranks) == (kind, (1,) if kind == "missing_rank" else ())
+
+
+ENGINE = (
+    Frame("torch::autograd::Engine::thread_main", "libtorch_cpu.so", 0, True),
+    Frame("torch::autograd::python::PythonEngine::thread_init", "libtorch_python.so", 0, True),
+)
+RESTS = (
+    Frame("pthread_cond_wait", "libc.so.6", 0, True),
+    Frame("torch::autograd::ReadyQueue::pop", "libtorch_cpu.so", 0, True),
+    *ENGINE,
+)
+IN_BACKWARD = (
+    Frame("pthread_cond_wait", "libc.so.6", 0, True),
+    Frame("_engine_run_backward", f"{TORCH}/autograd/graph.py", 865, False),
+    Frame("backward", f"{TORCH}/_tensor.py", 647, False),
+    *ON_DEVICE[1:],
+)
+
+
+def backward(number: int, inside: tuple[Frame, ...]) -> Rank:
+    """A rank whose main thread waits for autograd's engine, one thread of which is in `inside`."""
+    beside = [Thread("1867", False, False, RESTS), Thread("1868", False, False, (*inside, *ENGINE))]
+    return rank(number, stack=pieces.stack(IN_BACKWARD, "R", beside), collectives=issued(3))
+
+
+@pytest.mark.parametrize("inside", [LAUNCHING[:-2], ON_DEVICE[:1]], ids=["queue full", "synchronises"])
+def test_in_a_backward_pass_autograds_threads_wait_for_the_device(inside: tuple[Frame, ...]) -> None:
+    found = one_asleep(lambda number: backward(number, inside), SPINNING)
+    assert (found.kind, found.ranks, found.ends) == ("missing_rank", (1,), True)
+    assert "3 ranks wait in all_reduce (step.py:87)" in found.sentence
+
+
+def test_it_is_the_engines_threads_that_count() -> None:
+    found = one_asleep(lambda number: backward(number, RESTS[:2]), SPINNING)
+    assert "ranks wait" not in found.sentence
+
+
+def test_a_rank_without_end_in_a_recomputed_layer_does_not_compile() -> None:
+    """Such a layer runs below `torch._dynamo.disable`."""
+    without = Frame("DisableContext.__call__.<locals>._fn", f"{TORCH}/_dynamo/eval_frame.py", 1263, False)
+    busy = tuple(pieces.process("R", cpu_s=seconds) for seconds in (10.0, 14.0))
+    shown = pieces.stack((Frame("mix", f"{CODE}/deltanet.py", 61, False), without, *ASLEEP[1:]), "R")
+    second = pieces.Seen(pieces.beat(1, 4, "node1"), shown, busy[1], ())
+    lost = rank(1, stack=shown, process=busy[0], second=second, collectives=issued(3)[:2])
+    waits = [rank(number, frames=ON_DEVICE, collectives=issued(3)) for number in (0, 2, 3)]
+    found = judge([waits[0], lost, *waits[1:]])
+    assert (found.kind, found.ranks, found.ends) == ("missing_rank", (1,), True)
 
 
 PLAIN = [("all_gather", "step.py:77"), ("reduce_scatter", "step.py:81"), ("all_gather", "step.py:90"),
