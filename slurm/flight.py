@@ -18,7 +18,6 @@ from typing import Any
 from slurm.evidence import Collective
 
 PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
-OLD_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 ENTRIES = 2000
 ANSWER_S = 6.0
 """torch looks at its pipe once a second."""
@@ -45,10 +44,8 @@ def environment(folder: Path, port: int) -> dict[str, str]:
     stem = str(folder / f"{port}-")
     return {
         "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),  # the name before torch 2.9
         PIPE: f"{stem}pipe-",
         DUMP: f"{stem}dump-",
-        OLD_DUMP: f"{stem}dump-",
     }
 
 
@@ -57,9 +54,9 @@ def ask(rank: int, variables: Mapping[str, str], clock_offset: float) -> tuple[C
 
     clock_offset: wall clock minus CLOCK_MONOTONIC. Raises NoDump.
     """
-    if PIPE not in variables or not (stem := variables.get(DUMP) or variables.get(OLD_DUMP)):
+    if PIPE not in variables or DUMP not in variables:
         raise NoDump("flight recorder: not switched on in this rank")
-    dump = Path(f"{stem}{rank}")
+    dump = Path(f"{variables[DUMP]}{rank}")
     dump.unlink(missing_ok=True)
     pipe = f"{variables[PIPE]}{rank}.pipe"
     try:
