@@ -20,16 +20,17 @@ import msgspec
 
 from configs.schema import WatchConfig
 from prefix_train.heartbeat import Beat, End
-from slurm import collect, deadlines, evidence, frames
+from slurm import collect, deadlines, evidence, frames, signs
 from slurm.collect import Scene
 from slurm.evidence import Alarm, Node, Rank, Seen
-from slurm.stacks import Stack, Thread
+from slurm.stacks import Frame, Stack, Thread
 from tests.hangs import composed, runs
 from tests.hangs.cases import CORPUS, PLANS, Label, Plan
 from tests.standins import ROOT
 
-RING, NATIVE, DURATIONS = 40, 8, 8
-"""What is kept: calls of a ring, native frames innermost of a thread, durations of a heartbeat."""
+RING, NATIVE, LETTERS, DURATIONS = 40, 8, 80, 8
+"""What is kept: calls of a ring, native frames innermost of a thread, letters of their names, durations of a heartbeat.
+Of native frames whatever `frames` reads is kept too."""
 GAP_S = 1.5
 
 
@@ -147,20 +148,32 @@ def _trim_rank(rank: Rank, kept: int) -> Rank:
 
 def _trim_seen(seen: Seen) -> Seen:
     beat = seen.beat and replace(seen.beat, durations=seen.beat.durations[-DURATIONS:])
-    return replace(seen, beat=beat, stack=seen.stack and _trim_stack(seen.stack))
+    return replace(seen, beat=beat, stack=seen.stack and trim_stack(seen.stack))
 
 
-def _trim_stack(stack: Stack) -> Stack:
-    kept = [one for one in stack.threads if one.main or one.holds_lock or frames.own_frame(one)]
-    return replace(stack, threads=tuple(map(_trim_thread, kept)), kernel=())
+def trim_stack(stack: Stack) -> Stack:
+    """Without threads and native frames that nothing in `frames` reads; the innermost native ones are for people."""
+    return replace(stack, threads=tuple(_trim_thread(one) for one in stack.threads if _is_read(one)), kernel=())
+
+
+def _is_read(thread: Thread) -> bool:
+    python = any(signs.below(thread, files) for files in (frames.AUTOTUNING, frames.COMPILING, signs.DATA_FILES))
+    native = any(frame.native and frames.READ_NATIVE.search(frame.name) for frame in thread.frames)
+    return thread.main or bool(thread.holds_lock) or frames.own_frame(thread) is not None or python or native
 
 
 def _trim_thread(thread: Thread) -> Thread:
     native = [frame for frame in thread.frames if frame.native]
-    kept = {id(frame) for frame in native[:NATIVE] if not frame.name.startswith("_Py")}
-    kept |= {id(frame) for frame in native if frames.WAITING_NATIVE.search(frame.name)}
+    kept = {id(frame) for frame in native[:1]}
+    kept |= {id(frame) for frame in native[:NATIVE] if not frame.name.startswith("_Py")}
+    kept |= {id(frame) for frame in native if frames.READ_NATIVE.search(frame.name)}
     shown = [frame for frame in thread.frames if not frame.native or id(frame) in kept]
-    return replace(thread, frames=tuple(replace(one, name=one.name[:80], file=one.file[-160:]) for one in shown))
+    return replace(thread, frames=tuple(map(_trim_frame, shown)))
+
+
+def _trim_frame(frame: Frame) -> Frame:
+    whole = not frame.native or frames.READ_NATIVE.search(frame.name)
+    return frame if whole else replace(frame, name=frame.name[:LETTERS])
 
 
 def _hosted(rank: Rank, host: str) -> Rank:
