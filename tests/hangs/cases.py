@@ -99,7 +99,7 @@ def _healthy(name: str, faults: dict[int, str], world: int, story: str, look: st
     return Plan(name, story, "slow_alive", faults, world, (), look, healthy=True, **more)
 
 
-ON_GPUS: tuple[str, ...] = ()
+ON_GPUS: tuple[str, ...] = ("nccl-deep", "nccl-gather")
 """Cases that tests.gpu.hang_run has made on two GPUs, over NCCL."""
 
 SAVES = {"save_every": 6, "save_s": 3.0}
