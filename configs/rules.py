@@ -203,6 +203,8 @@ def _streaming(config: Config) -> Iterator[str]:
         yield f"train.trainable={train.trainable} with engine=stream: only adapters can be trained; set it to adapter"
     if not config.memory.recompute:
         yield "memory.recompute=false with engine=stream: a block is gone before its backward; set it to true"
+    if config.memory.keep_attention != "none":
+        yield "memory.keep_attention with engine=stream: a block keeps nothing but its input; set it to none"
     packs, together = config.pack.packs_per_update, stream.packs_per_visit
     if packs is not None and together > packs:
         yield f"stream.packs_per_visit={together} with pack.packs_per_update={packs}: give no more than there are"

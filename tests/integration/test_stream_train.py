@@ -24,9 +24,10 @@ from configs.schema import (
     StreamConfig,
     TrainConfig,
 )
-from prefix_train import checkpoint, engines, model, report, train
+from prefix_train import checkpoint, engines, model, report
 from prefix_train.stream import build, engine, sources
 from prefix_train.stream.places import Choice
+from tests.stream_runs import computed, life, resident, results
 from tests.tiny_text import BUILD
 
 UPDATES = 4
@@ -80,44 +81,6 @@ def options(data: Path, store: Path, **stream: Any) -> Config:
         stream=StreamConfig(store=str(store), **{"budget_gib": 1.0, "slots": 2, "resident_blocks": "0"} | stream),
         slurm=SlurmConfig(tasks_per_node=1),
     )
-
-
-def resident(config: Config) -> Config:
-    return replace(config, engine="sharded", stream=StreamConfig())
-
-
-def life(folder: Path, config: Config, patch: pytest.MonkeyPatch, attempt: int = 0, stop_after: int = 0) -> int:
-    """One life of the run in `folder`, in this process. stop_after: it is asked to stop in that update."""
-    if not folder.exists():
-        (folder / runfolder.LOGS).mkdir(parents=True)
-        runfolder.write_text(folder / runfolder.CONFIG, compose.to_yaml(config))
-    runfolder.write_text(folder / runfolder.ATTEMPT, str(attempt))
-
-    class Stop:
-        def __init__(self) -> None:
-            self.count = 0
-
-        @property
-        def asked(self) -> bool:
-            self.count += 1
-            return self.count == stop_after
-
-    patch.setenv("PREFIX_TRAIN_ATTEMPT", str(attempt))
-    patch.setenv("WORLD_SIZE", "1")
-    patch.setattr(train, "StopRequest", Stop)
-    return train.main(folder)
-
-
-SAME = ("update", "loss", "target_loss", "grad_norm", "heldout_loss", "positions", "lr")
-
-
-def computed(run: Path) -> list[dict[str, Any]]:
-    return [{name: line[name] for name in SAME if name in line} for line in report.read_metrics(run)]
-
-
-def results(run: Path) -> dict[str, Any]:
-    found = runfolder.read_json(run / runfolder.RESULT)
-    return {name: found[name] for name in ("hash_before", "hash_after", "heldout_loss", "positions", "tensors")}
 
 
 @pytest.mark.parametrize("weights", ["plain", "nf4"])
