@@ -18,11 +18,11 @@ from prefix_train import feed as feeds
 from prefix_train.data import Examples
 from prefix_train.dist import Disagreement, Ranks
 from prefix_train.plan import Cursor
-from tests import batches, models
+from tests import batches, fixed_order, models
 
 COUNT = 7
 
-KERNELS = {"cpu": ModelConfig(), "cuda": ModelConfig(attention="dense", deltanet="reference")}
+KERNELS = {"cpu": ModelConfig(), "cuda": fixed_order.KERNELS}
 """On a GPU what is checked is the sharding over NCCL, not the kernels."""
 
 Check = Callable[[Ranks], None]
@@ -168,7 +168,8 @@ def dropout_and_recomputation(ranks: Ranks) -> None:
         base = models.build("qwen3_5_text", torch.float32)
         packs = batches.batches(batches.make(base, COUNT), GROUPS)
         sharded = trainer(ranks, base, torch.float32, "adapter", dropout=0.3, recompute=recompute, tile_rows=0)
-        step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
+        with fixed_order.in_a_fixed_order():
+            step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
         found.append(whole(sharded))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -183,7 +184,8 @@ def offloaded_inputs(ranks: Ranks) -> None:
             sharded = trainer(
                 ranks, copy.deepcopy(base), torch.float32, trainable, images=True, dropout=dropout, offload=offloaded
             )
-            step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
+            with fixed_order.in_a_fixed_order():
+                step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
             found.append(whole(sharded))
         assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

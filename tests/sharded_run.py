@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from prefix_train import dist
+from tests import fixed_order
 from tests.lives import free_port
 from tests.sharded_checks import CHECKS, FAULTS
 from tests.standins import ROOT
@@ -85,7 +86,7 @@ def outcomes(
 
     start: how multiprocessing starts a rank, by default as `start_of` has it. environment: more of it.
     """
-    own = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    own = {**os.environ, **fixed_order.ENVIRONMENT, "OMP_NUM_THREADS": "1", **(environment or {})}
     if not gpus:
         own["CUDA_VISIBLE_DEVICES"] = ""
     more = [str(folder / "out.json"), start or start_of(gpus), *scenarios]

@@ -9,21 +9,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# Before cuBLAS is first used: its deterministic workspace.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from configs.schema import ModelConfig
 from prefix_train import budget, step
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.copies import CudaCopier, Way
 from prefix_train.offload import Offload, Pool, Stored
-from tests import batches, models
+from tests import batches, fixed_order, models
 from tests.offloading import (
     CHUNK,
     COUNT,
@@ -45,8 +41,7 @@ pytestmark = [
 PAUSE = 2_000_000
 """Cycles, about a millisecond: longer than a tiny layer computes."""
 
-EXACT = ModelConfig(attention="dense", deltanet="reference", elementwise="torch")
-"""Plain torch, which adds up in a fixed order where it is told to."""
+os.environ |= fixed_order.ENVIRONMENT
 
 
 class SlowCopier(CudaCopier):
@@ -71,11 +66,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_a_fixed_order() -> Iterator[None]:
-    was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    # Warnings only: a running sum over whole rows has one order, but torch does not vouch for it.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(was, warn_only=warned)
+    with fixed_order.in_a_fixed_order():
+        yield
 
 
 def some_packs(base: PreTrainedModel) -> list[Batch]:
@@ -84,14 +76,16 @@ def some_packs(base: PreTrainedModel) -> list[Batch]:
 
 def on_cuda(base: PreTrainedModel, packs: Sequence[Batch], offloaded: str, pause: int = PAUSE) -> Any:
     copier = SlowCopier(torch.device("cuda"), pause)
-    return trained(copy.deepcopy(base), packs, offloaded, copier=copier, device="cuda", kernels=EXACT)
+    return trained(copy.deepcopy(base), packs, offloaded, copier=copier, device="cuda", kernels=fixed_order.KERNELS)
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 def test_r17_slow_copies_change_no_bit_in_fifty_updates(small_chunks: None, in_a_fixed_order: None) -> None:
     base = models.build("qwen3_5_text", torch.float32)
     runs = [
-        fifty_updates(base, offloaded, copier=SlowCopier(torch.device("cuda")), device="cuda", kernels=EXACT)
+        fifty_updates(
+            base, offloaded, copier=SlowCopier(torch.device("cuda")), device="cuda", kernels=fixed_order.KERNELS
+        )
         for offloaded in ("none", "none", "auto")
     ]
     for number, (plain, again, offloaded) in enumerate(zip(*runs, strict=True)):
