@@ -127,7 +127,9 @@ def python(*arguments: str | Path) -> tuple[str, ...]:
 
 
 def tests(*arguments: str) -> tuple[str, ...]:
-    return python("-m", "pytest", "-s", "-rA", "--durations=10", "-p", "no:cacheprovider", *arguments)
+    return python(
+        "-m", "pytest", "-s", "-rA", "--durations=10", "-p", "no:cacheprovider", "-p", "no:logging", *arguments
+    )
 
 
 def pair(visit: Visit) -> None:
@@ -150,7 +152,7 @@ def pair(visit: Visit) -> None:
         [Part("readings", python("-m", "tests.bench.gpu_readings", visit.kept / "readings.json"), 110)],
     )
     hangs = tests(f"{GPU_TESTS}/test_hang_gpu.py", "--basetemp", str(visit.kept / "hangs"))
-    visit.stage([Part("hangs", hangs, 240)])
+    visit.stage([Part("hangs", hangs, 330)])
     for dump in (private_folder() / "nccl").glob("*dump*"):
         shutil.copy(dump, visit.kept)
     visit.save()

@@ -8,6 +8,7 @@ from pathlib import Path
 from slurm.rank import main
 from tests.hangs import faults
 
+SLEEP = "sleep in "
 UPDATE = 12
 """Updates before it: seconds of computing, in which the watcher has read what computing looks like on these GPUs."""
 
@@ -15,8 +16,8 @@ UPDATE = 12
 def strike(fault: str, run: Path) -> None:
     """Plant `fault`, one of tests.hangs.faults, into update UPDATE."""
     faults.UPDATE = UPDATE
-    if fault == "sleep in forward":
-        faults.at("forward", faults.sleep, UPDATE)
+    if fault.startswith(SLEEP):
+        faults.at(fault.removeprefix(SLEEP), faults.sleep, UPDATE)
     elif fault != "none":
         faults.strike(fault, run)
 

@@ -45,6 +45,7 @@ from preflight.states import NodeReport
 from slurm import evidence, job, verdict
 from slurm.evidence import Alarm
 from slurm.verdict import Verdict
+from tests.gpu.hang_rank import SLEEP
 from tests.hangs import cases, make
 from tests.hangs.cases import Label
 from tests.lives import free_port
@@ -78,11 +79,19 @@ class Plan:
     packs: int = 8
     """Of a rank and update."""
 
+    @property
+    def phase(self) -> str:
+        """In which the fault strikes."""
+        return self.fault.removeprefix(SLEEP)
+
 
 PLANS = {
     "nccl-gather": Plan("sleep in forward", "missing_rank", "two GPUs: a rank does not come to an all_gather"),
     "nccl-deep": Plan("sleep in forward", "missing_rank", "two GPUs, 64 layers: the queue to the waiting GPU is full",
                       rank=0, build=DEEP, packs=2),
+    "nccl-backward": Plan("sleep in backward", "missing_rank",
+                          "two GPUs, 64 layers: autograd's thread waits, the queue to its GPU is full",
+                          build=DEEP, packs=2),
 }  # fmt: skip
 
 
