@@ -188,16 +188,40 @@ def train_command(run_folder: RunFolder) -> int:
 
 @app.command("verify")
 def verify_command(
-    run_folder: RunFolder,
-    examples: Annotated[int, typer.Option(help="Held-out examples to compare.")] = 64,
+    where: Where,
+    overrides: Overrides = None,
+    examples: Annotated[int, typer.Option(min=1, help="Held-out examples to compare.")] = 64,
+    engine: Annotated[str | None, typer.Option(help="`stream`: check that engine instead of a run's outcome.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Compare packs with transformers' own unpatched model, on the trained weights of a run."""
+    """Compare packs with transformers' own unpatched model, on the trained weights of a run.
+
+    With --engine stream: that engine on its store and data, against the resident engine and autograd in float64.
+    """
+    if engine is not None:
+        return verify_engine(read(where, overrides), engine, examples, as_json)
+    if not where.is_dir() or overrides:
+        raise UserError(f"verify {where}: give a run folder alone; a configuration goes with --engine stream")
     from prefix_train import review
 
-    found = review.verify(run_folder, examples)
+    found = review.verify(where, examples)
     answer(found, json.dumps(found, indent=1), as_json)
     return 0 if found["passed"] else 1
+
+
+def verify_engine(config: Config, engine: str, examples: int, as_json: bool) -> int:
+    """The checks of an engine as a table; 1 where one failed."""
+    if engine != "stream" or config.engine != "stream":
+        raise UserError(f"--engine {engine} with engine={config.engine}: checks are there for engine=stream alone")
+    import torch
+
+    from prefix_train.stream import checks
+
+    torch.set_num_threads(config.train.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() and config.slurm.gpus_per_node else "cpu")
+    found = checks.run(config, examples, device)
+    answer(checks.summary(found), checks.table(found), as_json)
+    return 0 if checks.summary(found)["passed"] else 1
 
 
 @app.command("evaluate")

@@ -80,7 +80,7 @@ def _standalone_loss(model: nn.Module, example: Example) -> Tensor:
 def packed(root: models.Root, packs: Sequence[Pack], examples: Sequence[Example]) -> Half:
     """The same examples through packs. root: around the patched model."""
     parameters = anatomy.trainable(root.model)
-    device = next(root.model.parameters()).device
+    device = next(iter(parameters.values())).device
     counts = [int(example.target.sum()) for example in examples]
     weights = entry_weights("example", counts)
     found: dict[int, float] = {}
