@@ -6,17 +6,21 @@ The fault is planted from outside, by a sitecustomize.py on the path of the job'
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from configs import runfolder
-from slurm import diagnose, evidence, verdict
+from slurm import diagnose, evidence, life, verdict
 from tests.slurm import jobs
 from tests.slurm.jobs import Job
 from tests.slurm.lab import Lab
-from tests.standins import ROOT
+from tests.standins import ROOT, make_clone
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +56,7 @@ FAULTS = [
     Fault("lock in a thread", "gil_held", "hang", True),
     Fault("kernel in forward", "io_blocked", "hang", True),
     Fault("killed", "rank_died", "died", True),
+    Fault("other size", "size_mismatch", "died", True, nodes=3),
     Fault("raise in backward", "rank_raised", "raised", False),
 ]
 
@@ -72,13 +77,35 @@ def test_from_a_planted_fault_to_what_follows(lab: Lab, plants: Path, tmp_path: 
     found = said(job, fault)
     assert (found.kind, found.ranks) == (fault.kind, (1,)), found.text()
     assert (first.cause, first.update >= 6) == (fault.cause, True), job.log
+    assert (f"SIGABRT in update {first.update}; {found.sentence}" in job.log) == (fault.kind == "size_mismatch"), (
+        job.log
+    )
     if fault.again:
         assert first.excluded == (first.nodes[1],)
-        assert [life.cause for life in later] == ["complete"]
+        assert [one.cause for one in later] == ["complete"]
         assert first.nodes[1] not in later[0].nodes
     else:
         assert not later
         assert "begins again" not in job.log
+
+
+def test_looking_at_a_live_job_ends_nothing(lab: Lab, tmp_path: Path) -> None:
+    job = jobs.start(lab, make_clone(tmp_path / "clone"), "model.build.do=slow", "train.updates=60")
+    job.wait_update(3)
+    command = [sys.executable, "-m", "slurm.diagnose", str(job.run), "--now", "--json"]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, env=lab.environment, capture_output=True, text=True, timeout=150)
+    print(f"\nanswered in {time.monotonic() - began:.1f} s")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    found = document["verdict"]
+    assert (document["hang"], found["kind"], found["ranks"], found["ends"]) == (1, "slow_alive", [], False), done.stdout
+    assert found["sentence"].startswith("not a hang: rank ")
+    assert "2 of 2 ranks answered" in found["sentence"]
+    assert {node.host for node in evidence.read(job.run / runfolder.HANGS / "1")} == {*job.lives[0].nodes}
+    job.wait_update(life.reached(job.run, 0) + 3)
+    job.end("COMPLETED")
+    assert [one.cause for one in job.lives] == ["complete"]
 
 
 def said(job: Job, fault: Fault) -> verdict.Verdict:
