@@ -10,6 +10,7 @@ from prefix_train import budget, lengths, plan_summary
 from prefix_train.budget import GIB, Shape
 from prefix_train.lengths import LengthIndex
 from prefix_train.plan import Plan
+from prefix_train.stream import planner
 
 MOST_EXAMPLES = 20_000
 """Beyond this, planning alone takes longer than an answer on a login node should."""
@@ -44,7 +45,8 @@ def _memory(config: Config, index: LengthIndex, plan: Plan) -> dict[str, int]:
     """What the budget says of the largest pack."""
     pack = max(plan.packs, key=lambda pack: (pack.positions, pack.pairs))
     rows = int(index.targets[list(pack.members)].sum())
-    found = budget.predict(config, Shape.of(pack.lengths, pack.parents, rows))
+    shape = Shape.of(pack.lengths, pack.parents, rows)
+    found = planner.make(config, shape).budget if config.engine == "stream" else budget.predict(config, shape)
     sizes = {"gpu_bytes": found.total("gpu"), "host_bytes_per_node": found.total("host")}
     return {"positions": pack.positions, **sizes}
 

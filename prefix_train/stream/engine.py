@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.errors import UserError
+from configs.modelpath import locate
 from configs.schema import Config, ModelConfig
 from prefix_train import model as models
 from prefix_train import offload, patch
 from prefix_train.model import Out
+from prefix_train.stream import sources
 from prefix_train.stream.frozen import Frozen
 from prefix_train.stream.head import Embedding, Head
 from prefix_train.stream.ring import Figures, Ring, Source, Unit
@@ -25,6 +28,9 @@ from prefix_train.stream.walk import Down, Walk
 
 if TYPE_CHECKING:
     from prefix_train.collate import Batch
+
+SAYS_NOTHING = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Keys of a configuration that do not decide what its model computes."""
 
 STAYING = ("final_norm", "vision")
 """Files of a store whose tensors are in the model all the time."""
@@ -36,8 +42,30 @@ def load(config: ModelConfig, store: Store, whole: bool = False) -> tuple[PreTra
     whole: with all of them, dequantised. Raises UserError where the store is not this model's.
     """
     model = models.skeleton(config, buffers=True)
+    _require_same(model, config, store)
     fill(model, store, whole)
     return model, models.load_processor(config, model.config)
+
+
+def _require_same(model: PreTrainedModel, config: ModelConfig, store: Store) -> None:
+    """Raise UserError unless the store was made of this model: of its weights, where these are there too."""
+    if store.manifest.dtype != models.DTYPES[config.dtype]:
+        has = str(store.manifest.dtype).removeprefix("torch.")
+        raise UserError(f"{store.folder} is read in {has}: set model.dtype={has}, or build a store for {config.dtype}")
+    mine = json.loads(model.config.to_json_string(use_diff=False))
+    if differ := sorted(_differences(mine, store.manifest.config, "")):
+        raise UserError(f"{store.folder} was made of another model: {', '.join(differ[:3])} differ from model.path's")
+    if config.path is None or not locate(config.path).is_dir() or any(locate(config.path).glob("*.safetensors")):
+        sources.require_same(store, config)
+
+
+def _differences(mine: Any, theirs: Any, name: str) -> Iterator[str]:
+    """Names of what two configurations say otherwise about how a model computes."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in (mine.keys() | theirs.keys()) - SAYS_NOTHING:
+            yield from _differences(mine.get(key), theirs.get(key), f"{name}.{key}".removeprefix("."))
+    elif mine != theirs:
+        yield name
 
 
 def fill(skeleton: PreTrainedModel, store: Store, whole: bool = False) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prefix_train.pinned import Pinned
 from prefix_train.stream.manifest import ALIGNMENT, BlockFile
 from prefix_train.stream.schedule import Load, Schedule
 from prefix_train.stream.store import Store
@@ -45,7 +46,7 @@ class Source:
 
     def __init__(self, store: Store, device: torch.device, readers: int, pinned: bool = False) -> None:
         self.store, self.device = store, device
-        self._pinned: dict[str, Tensor] | None = {} if pinned and device.type == "cuda" else None
+        self._pinned: dict[str, Pinned] | None = {} if pinned and device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(readers, "stream-reader")
         self._lanes: SimpleQueue[_Lane] = SimpleQueue()
         if device.type == "cuda":
@@ -66,8 +67,8 @@ class Source:
     def pin(self, unit: Unit) -> None:
         """Keep the unit's file in pinned memory, if that was asked for."""
         if self._pinned is not None and unit.block.name not in self._pinned:
-            whole = torch.empty(unit.block.nbytes, dtype=torch.uint8, pin_memory=True)
-            self.store.read_into(unit.block, whole)
+            whole = Pinned(unit.block.nbytes, PIECE)  # torch's allocator would round it up to a power of two
+            self.store.read_into(unit.block, whole.tensor)
             self._pinned[unit.block.name] = whole
 
     def _move(self, unit: Unit, start: int, into: Tensor, after: Any) -> Any:
@@ -83,7 +84,7 @@ class Source:
     def _on_host(self, unit: Unit, start: int, nbytes: int, lane: _Lane) -> Tensor:
         first = unit.offset + start
         if self._pinned is not None and (whole := self._pinned.get(unit.block.name)) is not None:
-            return whole[first : first + nbytes]
+            return whole.tensor[first : first + nbytes]
         staged = lane.staging(nbytes)
         self.store.read_into(unit.block, staged, first)
         return staged

@@ -18,8 +18,8 @@ from tests.stream_runs import computed, life, resident, results
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FEW = (
-    *("train.epochs=null", "train.updates=3", "train.schedule=constant", "train.warmup_updates=1"),
-    *("slurm.tasks_per_node=1", "pack.packs_per_update=1", "pack.max_positions=800", "evaluate.examples=4"),
+    *("train.epochs=null", "train.updates=2", "train.schedule=constant", "train.warmup_updates=1"),
+    *("slurm.tasks_per_node=1", "pack.packs_per_update=1", "pack.max_positions=720", "evaluate.examples=2"),
     *("evaluate.generate=false", "evaluate.every=1", "verify.examples=0", "memory.recompute=true"),
     *("memory.tile_rows=2048", "train.loss_chunk_words=8192", "train.loss_chunk_rows=256", "train.save_every=0"),
 )
@@ -48,7 +48,8 @@ def test_smollm2_learns_under_a_budget_smaller_than_its_weights(
 
     lines = report.read_metrics(tmp_path / "stream")
     heldout = [line["heldout_loss"] for line in lines if "heldout_loss" in line]
-    assert len(heldout) == 3
-    assert heldout[-1] < 0.8 * loss_before(resident(config))
+    assert len(heldout) == 2
+    before = loss_before(resident(config))
+    assert heldout[-1] < heldout[0] < before, (heldout, before)
     assert fmean(line["stream_bytes"] for line in lines if "loss" in line) > 0.4 * weights
     assert (tmp_path / "stream" / runfolder.ADAPTER / "adapter_model.safetensors").is_file()

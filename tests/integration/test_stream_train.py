@@ -157,8 +157,14 @@ def test_a_store_of_another_model_is_refused(
     config = options(data, stores["nf4"])
     other = {**MODEL, "intermediate_size": 64}
     config = replace(config, model=replace(config.model, build=other))
-    with pytest.raises(UserError, match=r"mismatched keys: model.layers.0.mlp"):
+    with pytest.raises(UserError, match=r"was made of another model: intermediate_size differ"):
         life(tmp_path / "run", config, monkeypatch)
+    other_weights = replace(options(data, stores["nf4"]), model=replace(config.model, build=MODEL, seed=1))
+    with pytest.raises(UserError, match=r"weights are not those of model\.build"):
+        life(tmp_path / "weights", other_weights, monkeypatch)
+    other_dtype = replace(options(data, stores["nf4"]), model=ModelConfig(build=MODEL))
+    with pytest.raises(UserError, match=r"is read in float32: set model\.dtype=float32"):
+        life(tmp_path / "dtype", other_dtype, monkeypatch)
 
 
 def test_the_export_is_loaded_by_peft(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from prefix_train.loss import target_losses
+from prefix_train.loss import PassingHead, target_losses
 
 
 @dataclass
@@ -159,3 +159,45 @@ def test_refuses_what_does_not_fit() -> None:
         target_losses(hidden, table, head, 0)
     with pytest.raises(ValueError, match="bfloat16"):
         target_losses(hidden.bfloat16(), table, head, 8)
+
+
+# The vocabulary in tiles.
+
+
+@pytest.mark.parametrize("words", [1, 4, 10, 11, 12])
+@pytest.mark.parametrize("targets", [0, 1, 63, 200])
+@pytest.mark.parametrize("chunk", [3, 4096])
+def test_loss_and_gradients_do_not_depend_on_tiles_of_words(words: int, targets: int, chunk: int) -> None:
+    hidden, head, table = make(37, 5, 11, targets, torch.float64)
+    hidden.requires_grad_()
+    head.requires_grad_()
+    whole, tiled = target_losses(hidden, table, head, chunk), target_losses(hidden, table, head, chunk, words)
+    torch.testing.assert_close(tiled.total, whole.total, rtol=1e-13, atol=0)
+    torch.testing.assert_close(tiled.each, whole.each, rtol=1e-12, atol=1e-13)
+    for ours, theirs in zip(
+        gradients(3 * tiled.total, hidden, head), gradients(3 * whole.total, hidden, head), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_tile_is_the_whole_head_to_the_bit(dtype: torch.dtype) -> None:
+    hidden, head, table = make(37, 64, 128, 200, dtype)
+    hidden.requires_grad_()
+    whole = target_losses(hidden, table, head, 16)
+    passing, order = PassingHead.of(hidden.detach(), table, 16)
+    passing.see(0, head)
+    passing.learn(0, head)
+    assert torch.equal(torch.empty_like(passing.each).index_copy_(0, order, passing.each), whole.each)
+    assert torch.equal(passing.total, whole.total)
+    (theirs,) = gradients(whole.total, hidden)
+    assert torch.equal(passing.hidden_grad(37, torch.ones(())), theirs)
+
+
+def test_a_head_in_tiles_that_is_frozen_gets_no_gradient() -> None:
+    hidden, head, table = make(37, 5, 11, 20, torch.float64)
+    hidden.requires_grad_()
+    target_losses(hidden, table, head, 8, 4).total.backward()
+    assert head.grad is None
+    with pytest.raises(ValueError, match="chunk_words is -1"):
+        target_losses(hidden, table, head, 8, -1)
