@@ -58,13 +58,15 @@ def names(*lists: str) -> tuple[str, ...]:
 
 
 def dead_nodes(nodes: Sequence[str], since: float) -> tuple[str, ...]:
-    """Those of `nodes` that take no jobs at present, or do not respond.
+    """Those of `nodes` that fell out after `since`, seconds since 1970.
 
-    Where Slurm knows when that began, it has to be after `since`, seconds since 1970.
+    Where Slurm says of none when that was: those that take no jobs at present, or do not respond.
     """
     lines = [line.split(None, 2) for line in _sinfo("-n", ",".join(nodes), "-o", "%N %T %H")]
-    dead = {name for name, state, when in lines if not _alive(state) and not _before(when, since)}
-    return tuple(node for node in nodes if node in dead)
+    dead = {name: _time(when) for name, state, when in lines if not _alive(state)}
+    fell = {name for name, when in dead.items() if when is not None and when >= since}
+    fell = fell or {name for name, when in dead.items() if when is None}
+    return tuple(node for node in nodes if node in fell)
 
 
 def partition_nodes() -> set[str]:
@@ -81,12 +83,12 @@ def _alive(state: str) -> bool:
     return not state.startswith(DEAD) and not state.endswith("*")
 
 
-def _before(when: str, since: float) -> bool:
-    """Whether sinfo's time of a node's reason is before `since`: it prints `Unknown` where there is none."""
+def _time(when: str) -> float | None:
+    """Seconds since 1970 of sinfo's time of a node's reason; None where there is none (`Unknown`)."""
     try:
-        return datetime.fromisoformat(when).timestamp() < since
+        return datetime.fromisoformat(when).timestamp()
     except ValueError:
-        return False
+        return None
 
 
 def requeue(job: str, exclude: Iterable[str]) -> None:

@@ -290,37 +290,34 @@ def test_watcher_that_died_is_written_down_once_and_told(run: Path) -> None:
     assert line.endswith(f"; to go on: python -m slurm.submit {run}")
 
 
-SINFO = """node1 drained {before}
-node2 down* {since}
-node3 drained Unknown
-node4 allocated* Unknown
-node5 idle Unknown
-node6 down a while ago
-node2 down* {since}
-"""
-
-
+@pytest.mark.parametrize(
+    ("said", "culprits"),
+    [
+        (("drained {before}", "down* {since}", "allocated* Unknown", "drained Unknown", "idle Unknown"), ("node2",)),
+        (("drained {before}", "allocated* Unknown", "down a while ago", "idle Unknown"), ("node2", "node3")),
+        (("drained {before}", "idle Unknown"), ()),
+    ],
+    ids=["since", "nobody knows when", "before"],
+)
 def test_a_life_that_could_not_say_how_it_ended_blames_nodes_that_fell_out_in_it(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, monkeypatch: pytest.MonkeyPatch, said: tuple[str, ...], culprits: tuple[str, ...]
 ) -> None:
     options = ("model: {build: {x: 1}}", "data: {train: t.jsonl}", "pack: {packs_per_update: 2}", "train: {updates: 9}")
     runfolder.write_text(run / runfolder.CONFIG, "\n".join(options))
-    asked: list[str] = []
+    nodes = tuple(f"node{number}" for number in range(1, len(said) + 1))
+    shifts = {"before": -3600, "since": 30}
 
     def answer(*argv: str) -> str:
-        asked.append(argv[-1])
-        times = {"before": -3600, "since": 30}
-        return SINFO.format(**{
-            name: time.strftime("%FT%T", time.localtime(time.time() + seconds)) for name, seconds in times.items()
-        })  # fmt: skip
+        assert argv[-1] == "%N %T %H"
+        now = {name: time.strftime("%FT%T", time.localtime(time.time() + by)) for name, by in shifts.items()}
+        return "".join(f"{node} {line.format(**now)}\n" for node, line in zip(nodes, said, strict=True))
 
     monkeypatch.setattr(scheduler, "ask", answer)
-    monkeypatch.setattr(scheduler, "job_nodes", lambda: ("node5",))
+    monkeypatch.setattr(scheduler, "job_nodes", lambda: ("node9",))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     life.begin(run, 0)
-    life.write(run, policy.Life(0, "17", tuple(f"node{number}" for number in range(1, 7))))
+    life.write(run, policy.Life(0, "17", nodes))
     assert life.begin_job(run) == 1
     first = life.read(run)[0]
-    assert (first.cause, first.culprits) == ("node", ("node2", "node3", "node4", "node6"))
-    assert asked == ["%N %T %H"]
+    assert (first.cause, first.culprits) == ("node" if culprits else "killed", culprits)
