@@ -304,6 +304,48 @@ def bench_pack_command(
     answer(found, bench_rows.text(found), as_json)
 
 
+@bench_app.command("stream")
+def bench_stream_command(
+    store: Annotated[Path, typer.Option(help="Store of `prefix-train stream build --random GEOMETRY`.")],
+    geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3-32b",
+    budget_gib: Annotated[float, typer.Option(callback=positive, help="Most GPU memory, in GiB.")] = 6.0,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option("--row", help="Positions of one example, pack, or accumulated; `@key=value` behind it (repeat)."),
+    ] = None,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the pack's shared prefix.")] = 4096,
+    continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "32x128",
+    alone: Annotated[int, typer.Option(min=1, help="Examples of the pack that the accumulated row computes.")] = 4,
+    warm: Annotated[int | None, typer.Option(min=1, help="Updates after the first; 3 for small rows, 2 above.")] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Drop the store from the page cache before the first.")] = False,
+    row_seconds: Annotated[float, typer.Option(callback=positive, help="A row that takes longer is ended.")] = 90.0,
+    seconds: Annotated[float, typer.Option(callback=positive, help="Time for all of it.")] = 86_400.0,
+    out: Annotated[Path, typer.Option(help="JSON file that the rows are added to.")] = Path("bench-stream.json"),
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Whole updates of a large geometry within a memory budget, beside their bound; no figure without the gate."""
+    from prefix_train import bench_pack
+    from prefix_train.stream import bench
+
+    count, length = bench_pack.continuations(continuations)
+    case = bench.Case(
+        geometry,
+        str(store),
+        budget_gib,
+        prefix,
+        count,
+        length,
+        min(alone, count),
+        warm,
+        cold=cold,
+        seconds=row_seconds,
+        overrides=tuple(overrides or ()),
+    )
+    found = bench.bench(case, tuple(rows or bench.ROWS), out, seconds)
+    answer(found, bench.text(found), as_json)
+
+
 def main() -> None:
     """Entry point of the console script."""
     run(app)

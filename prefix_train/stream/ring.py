@@ -64,10 +64,14 @@ class Source:
         """Let the threads end."""
         self._pool.shutdown(cancel_futures=True)
 
-    def pin(self, unit: Unit) -> None:
-        """Keep the unit's file in pinned memory, if that was asked for."""
+    def pin(self, units: Sequence[Unit]) -> None:
+        """Keep the units' files in pinned memory, if that was asked for."""
+        list(self._pool.map(self._pin, {unit.block.name: unit for unit in units}.values()))
+
+    def _pin(self, unit: Unit) -> None:
         if self._pinned is not None and unit.block.name not in self._pinned:
-            whole = Pinned(unit.block.nbytes, PIECE)  # torch's allocator would round it up to a power of two
+            # torch's allocator would round it up to a power of two; registered as one, for pieces begin anywhere in it
+            whole = Pinned(unit.block.nbytes, unit.block.nbytes)
             self.store.read_into(unit.block, whole.tensor)
             self._pinned[unit.block.name] = whole
 
@@ -145,8 +149,7 @@ class Ring:
         self._slots = [aligned_empty(most, device) for _ in range(slots if passing else 0)]
         self._after: list[Any] = [self._now() for _ in self._slots]
         self._coming: list[list[Future[Any]]] = [[] for _ in self._slots]
-        for unit in units:
-            source.pin(unit)
+        source.pin(units)
         self._resident = {place: aligned_empty(units[place].nbytes, device) for place in resident}
         for place, memory in self._resident.items():
             self._settle(source.bring(units[place], memory, self._now()))
