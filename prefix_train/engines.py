@@ -31,6 +31,11 @@ def load(config: Config, whole: bool = False) -> tuple[PreTrainedModel, Any]:
     return models.load(config.model)
 
 
+def prepare(model: PreTrainedModel, config: Config) -> nn.Module:
+    """The model that `load` gave, ready to be trained; see `model.prepare`."""
+    return (engine.prepare if config.engine == "stream" else models.prepare)(model, config)
+
+
 def open_store(config: Config) -> Store:
     """The store that `config` names. UserError where there is none, or where it is damaged."""
     if config.stream.store is None:

@@ -21,7 +21,6 @@ from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import anatomy, biopsies, checkpoint, digits, dist, engines, gradients, kernels, offload, outcome
-from prefix_train import model as models
 from prefix_train.budget import Shape
 from prefix_train.feed import Feed, load_agreed, shape_of
 from prefix_train.heartbeat import Heartbeat
@@ -91,7 +90,7 @@ class Life:
         self.heldout = Heldout.load(config, renderer, ranks)
         self.skipped = [*examples.skipped, *(self.heldout.skipped if self.heldout else [])]
         images = self.feed.images or bool(self.heldout and self.heldout.images)
-        self.model = ranks.together(lambda: models.prepare(model, config))
+        self.model = ranks.together(lambda: engines.prepare(model, config))
         self.root, self.offload = engines.make_root(self.model, config, ranks, images, self._largest_pack())
         self.parameters = anatomy.trainable(self.model)
         self.optimizer = make_optimizer(self.parameters, config)

@@ -18,7 +18,7 @@ from prefix_train import anatomy, gradients, model, step
 from prefix_train.collate import Batch
 from prefix_train.dist import Ranks
 from prefix_train.stream import build
-from prefix_train.stream.engine import Streamed, fill
+from prefix_train.stream.engine import Streamed, fill, prepare
 from prefix_train.stream.places import Choice
 from prefix_train.stream.store import Store
 from tests import models
@@ -91,7 +91,7 @@ def pair(
     made: PreTrainedModel, store: Store, config: Config, images: bool = False, lr: float = 0.0, resident: int = 0
 ) -> Pair:
     """Trainers of `made` and of `store`, which holds its weights. resident: how many blocks stay."""
-    skeleton = model.prepare(hollow(made, store), config)
+    skeleton = prepare(hollow(made, store), config)
     stream = Streamed(skeleton, config, store, torch.device("cpu"), images, resident)
     dtype = next(made.parameters()).dtype
     train = config.train

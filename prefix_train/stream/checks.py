@@ -74,7 +74,7 @@ class Subject:
     def streamed(self, resident: int) -> Streamed:
         """The streaming engine with so many blocks resident."""
         model, _ = engine.load(self.config.model, self.store)
-        prepared = models.prepare(model, self.config)
+        prepared = engine.prepare(model, self.config)
         draw_adapters(prepared)
         return Streamed(prepared, self.config, self.store, self.device, self.images, resident)
 

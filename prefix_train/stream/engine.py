@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from configs.errors import UserError
@@ -82,6 +84,22 @@ def fill(skeleton: PreTrainedModel, store: Store, whole: bool = False) -> None:
             for name, tensor in store.tensors(block):
                 _put(skeleton, name, tensor.clone())
     skeleton.tie_weights()
+
+
+def prepare(model: PreTrainedModel, config: Config) -> nn.Module:
+    """As `model.prepare`; products with weights that are not there, which its probe makes, take no time."""
+    with _Zeros():
+        return models.prepare(model, config)
+
+
+class _Zeros(TorchFunctionMode):
+    """A product with a matrix that is one zero, as often as is needed, is zero: torch would write it out first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and not any(args[1].stride()):
+            rows, weight = args[:2]
+            return rows.new_zeros(*rows.shape[:-1], len(weight))
+        return func(*args, **(kwargs or {}))
 
 
 def _audit(model: PreTrainedModel, store: Store) -> None:

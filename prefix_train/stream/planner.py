@@ -123,11 +123,11 @@ class Plan:
         return self.needed <= self.limit
 
     def reads(self, lowest: int = 0) -> int:
-        """Bytes of blocks that one pass of a group of packs reads, once the first is over."""
+        """Bytes that one pass of a group of packs reads, once the first is over: of blocks, and of the head twice."""
         blocks = self.files.blocks
         counted = reads(len(blocks), lowest, self.config.stream.slots, self.resident, 3)[-1]
         passing = blocks[: len(blocks) - self.resident] or (0,)
-        return counted * sum(passing) // len(passing)
+        return counted * sum(passing) // len(passing) + 2 * self.files.head
 
     def refuse(self) -> None:
         """Raise UserError, with what would fit, where the budget is too small."""
