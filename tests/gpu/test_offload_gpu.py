@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +34,7 @@ from tests.offloading import (
     taken,
     trained,
 )
+from tests.standins import ROOT
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,36 +116,42 @@ def plant_hasty(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None)
 
 
-@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
-@pytest.mark.parametrize(
-    ("plant", "copies", "computing"),
-    [
-        (plant_no_wait(SlowCopier, "out"), 20 * PAUSE, 0),
-        (plant_no_wait(SlowCopier, "back"), 20 * PAUSE, 0),
-        (plant_chunks_too_early, 1, 0),
-        (plant_hasty, 1, 20 * PAUSE),
-    ],
-    ids=["out", "back", "chunks", "hasty"],
-)
-def test_r17_fails_without_fix(
-    plant: Plant,
-    copies: int,
-    computing: int,
-    small_chunks: None,
-    in_a_fixed_order: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    base = models.build("qwen3_5_text", torch.float32)
-    packs = some_packs(base)
-    right = backward(on_cuda(base, packs, "none"), packs)
-    torch.cuda.synchronize()
-    wrong = on_cuda(base, packs, "auto", pause=copies)
-    if computing:
-        make_computing_late(wrong, computing)
-    plant(monkeypatch)
-    found = backward(wrong, packs)
-    torch.cuda.synchronize()
-    assert not same(found, right)
+PLANTS: dict[str, tuple[Plant, int, int]] = {
+    "out": (plant_no_wait(SlowCopier, "out"), 20 * PAUSE, 0),
+    "back": (plant_no_wait(SlowCopier, "back"), 20 * PAUSE, 0),
+    "chunks": (plant_chunks_too_early, 1, 0),
+    "hasty": (plant_hasty, 1, 20 * PAUSE),
+}
+"""Faults, and how late copies and computing are, in cycles."""
+UNSEEN = 3
+"""Exit status of a fault that changed nothing."""
+STRIKE = "import sys; from tests.gpu import test_offload_gpu as here; sys.exit(here.strike(sys.argv[1]))"
+
+
+def strike(name: str) -> int:
+    """With the fault planted: 0 where it shows in a gradient."""
+    plant, copies, computing = PLANTS[name]
+    with fixed_order.in_a_fixed_order(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "PINNED_CHUNK", CHUNK)
+        base = models.build("qwen3_5_text", torch.float32)
+        packs = some_packs(base)
+        right = backward(on_cuda(base, packs, "none"), packs)
+        torch.cuda.synchronize()
+        wrong = on_cuda(base, packs, "auto", pause=copies)
+        if computing:
+            make_computing_late(wrong, computing)
+        plant(patch)
+        found = backward(wrong, packs)
+        torch.cuda.synchronize()
+        return UNSEEN if same(found, right) else 0
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_r17_fails_without_fix(name: str) -> None:
+    """In a process of its own: a copy at the wrong time may also overwrite an index, which ends CUDA there."""
+    command = [sys.executable, "-W", "ignore", "-c", STRIKE, name]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONSAFEPATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 0 or "device-side assert" in done.stderr, (done.returncode, done.stderr[-2000:])
 
 
 def test_a_prefetch_that_nobody_takes_is_waited_for(small_chunks: None) -> None:
