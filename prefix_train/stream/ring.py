@@ -183,6 +183,9 @@ class Ring:
     def _load(self, loads: Sequence[Load]) -> None:
         for load in loads:
             unit = self.units[load.unit]
+            if self._coming[load.slot]:  # of a pass that was broken off: still being written to
+                self._settle(self._coming[load.slot])
+                self._after[load.slot] = self._now()
             self._coming[load.slot] = self._source.bring(unit, self._slots[load.slot], self._after[load.slot])
             self.figures.reads += 1
             self.figures.nbytes += unit.nbytes

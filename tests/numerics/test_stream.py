@@ -254,6 +254,60 @@ def test_a_fault_shows(
     assert streaming.unlike(streaming.gradient(both.stream), streaming.gradient(both.whole))
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_slot_of_a_pass_that_was_broken_off_is_not_written_to_twice(
+    hybrid: tuple[Any, Store], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """waits: for the old bytes, which come late, before a slot is given away to others."""
+    _, store = hybrid
+    late, read_into = threading.Event(), Store.read_into
+
+    def read(self: Store, block: Any, *args: Any) -> None:
+        if block.name == "block.1":
+            late.wait(20)
+        read_into(self, block, *args)
+
+    monkeypatch.setattr(Store, "read_into", read)
+    units = [ring.Unit.whole(block) for block in store.layers]
+    made = Ring(ring.Source(store, torch.device("cpu"), readers=2), units, 2)
+    made.begin([0, 1])
+    old = list(made._coming[1])
+    if waits:
+        threading.Timer(0.1, late.set).start()
+    else:
+        made._coming[1] = []
+    made.begin([2, 3])  # block 1 is still on its way into the slot that block 3 gets, and was never visited
+    with made.visit(2):
+        pass
+    with made.visit(3) as memory:
+        late.set()
+        for piece in old:
+            piece.result()
+        assert torch.equal(memory, store.bytes(store.layers[3])) == waits
+
+
+def test_after_a_pass_that_was_broken_off_the_next_is_whole(
+    hybrid: tuple[Any, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(RuntimeError):
+        pass
+
+    made, store = hybrid
+    both, given = streaming.pair(made, store, streaming.options(torch.bfloat16)), packs(made, GROUPS[1])
+    rise = walk.Walk._rise
+
+    def third(self: walk.Walk, passage: Any, index: int, layer: Any) -> None:
+        if index == 2:
+            raise Broken
+        rise(self, passage, index, layer)
+
+    monkeypatch.setattr(walk.Walk, "_rise", third)
+    with pytest.raises(Broken):
+        step.update(both.stream, 0, 0.0, given)
+    monkeypatch.setattr(walk.Walk, "_rise", rise)
+    require_equal(both, given)
+
+
 def test_pieces_are_put_together(hybrid: tuple[Any, Store], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks larger than one read."""
     monkeypatch.setattr(ring, "PIECE", 1000)
