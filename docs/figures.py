@@ -44,17 +44,41 @@ def rows(demo: dict[str, Any], cpu: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def table(demo: dict[str, Any], cpu: dict[str, Any]) -> str:
+def gpu_rows(pack: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, figure) of the newest whole row of the pack on a GPU, and of the newest ratio to FlexAttention."""
+    whole = [row for row in pack["rows"] if row["row"] == "packed" and row["case"]["layers"] is None]
+    row, flex = whole[-1], [ratio for ratio in pack["ratios"] if "flex" in ratio][-1]
+    case, memory, used = row["case"], row["memory"], row["model_utilisation"]
+    shape = f"{case['prefix']:,} + {case['continuations']} x {case['length']:,} tokens"
+    return [
+        (
+            f"update of one pack of {shape}, all layers of {case['geometry']}, LoRA, one {row['device']}",
+            f"{row['median_s']:.1f} s; {used:.0%} of {case['peak_tflops']:.0f} TFLOP/s in model FLOPs",
+        ),
+        (
+            "its memory, layer inputs and kept attention on the host",
+            f"{memory['above_weights_gib']:.1f} GiB above {memory['weights_gib']:.1f} GiB of weights; "
+            f"{memory['pinned_gib']:.0f} GiB pinned; {memory['copying_hidden']:.2%} of the copying behind computing",
+        ),
+        (
+            f"with FlexAttention in place of the merged kernels, {flex['case']['layers']} layers",
+            f"{flex['flex']:.2f} times as long",
+        ),
+    ]
+
+
+def table(demo: dict[str, Any], cpu: dict[str, Any], pack: dict[str, Any]) -> str:
     """The figures as Markdown."""
-    lines = ["| measured by `make demo` and `make bench-cpu` | |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {what} | {figure} |" for what, figure in rows(demo, cpu))])
+    lines = ["| measured by `make demo`, `make bench-cpu` and `prefix-train bench pack` | |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {what} | {figure} |" for what, figure in [*rows(demo, cpu), *gpu_rows(pack)])])
 
 
 def with_figures(readme: str) -> str:
     """`readme` with what stands between the marks written anew."""
     head, rest = readme.split(BEGIN, 1)
     mark, rest = rest.split("\n", 1)
-    return f"{head}{BEGIN}{mark}\n{table(read('demo.json'), read('cpu.json'))}\n{END}{rest.split(END, 1)[1]}"
+    figures = table(read("demo.json"), read("cpu.json"), read("pack.json"))
+    return f"{head}{BEGIN}{mark}\n{figures}\n{END}{rest.split(END, 1)[1]}"
 
 
 if __name__ == "__main__":
