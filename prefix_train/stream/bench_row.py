@@ -248,10 +248,8 @@ def plan_of(row: Row) -> dict[str, Any]:
     """The plan, in GiB."""
     plan = planner.make(row.config, row.largest)
     plan.refuse()
-    if plan.resident == len(plan.files.blocks):
-        raise UserError(
-            f"all blocks stay within {plan.limit / GIB:g} GiB and nothing streams: give a lower --budget-gib"
-        )
+    if plan.resident + row.config.stream.slots >= len(plan.files.blocks):
+        raise UserError(f"all blocks stay within {plan.limit / GIB:g} GiB: nothing streams; give a lower --budget-gib")
     return {
         "needed_gib": plan.needed / GIB,
         "budget_gib": plan.limit / GIB,

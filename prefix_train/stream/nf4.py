@@ -26,6 +26,9 @@ PLACES = 1 << 16
 CHUNK = 1 << 18
 """Elements that are worked on at once, where nothing else is asked for: what a CPU's cache holds."""
 
+FUSED = True
+"""On CUDA, one kernel instead of a chain of operations, which moves six times the bytes; both give the same bits."""
+
 STEP = BLOCK * BLOCK2
 """A chunk is a multiple of this many elements, so that none begins inside a group of scales."""
 
@@ -92,11 +95,18 @@ def quantise(weight: Tensor, double: bool = False) -> Parts:
 def dequantise(parts: Parts, out: Tensor, chunk: int = CHUNK) -> Tensor:
     """Fill `out`, contiguous and on the parts' device, and return it.
 
-    The arithmetic is float32's, rounded once to `out`'s dtype. Temporaries hold `chunk` elements, 6 bytes for each.
+    The arithmetic is float32's, rounded once to `out`'s dtype. Temporaries hold `chunk` elements, 6 bytes for each; on
+    CUDA one kernel does it without.
     """
     if chunk < 1 or chunk % STEP:
         raise ValueError(f"chunk is {chunk}: a multiple of {STEP} is expected")
     flat, packed = out.view(-1), parts["packed"]
+    if packed.is_cuda and FUSED:
+        from prefix_train.stream import nf4_triton
+
+        scales = _scales(parts, 0, -(-flat.numel() // BLOCK))
+        nf4_triton.dequantise(packed, scales, _codes(packed.device), flat, BLOCK)
+        return out
     pairs = _pairs(packed.device)
     scratch = torch.empty((min(chunk, flat.numel()) + 1) // 2, dtype=pairs.dtype, device=packed.device)
     for start in range(0, flat.numel(), chunk):
@@ -202,6 +212,12 @@ def _places() -> Tensor:
     codes = codes8()
     values = -1.0 + (2.0 * torch.arange(PLACES, dtype=torch.float32)) / (PLACES - 1)
     return torch.bucketize(values, 0.5 * (codes[:-1] + codes[1:])).to(torch.uint8)
+
+
+@cache
+def _codes(device: torch.device) -> Tensor:
+    """float32 [16]."""
+    return torch.tensor(CODES, dtype=torch.float32, device=device)
 
 
 @cache
