@@ -15,6 +15,11 @@ from slurm.finding import Finding, Kind, Rule, Sure
 from slurm.views import Case, View
 
 LINK = re.compile(r"\bXid\b.*: 74,|link (is )?down|mlx5|ib\d: |nvlink|NIC|network unreachable", re.IGNORECASE)
+MEASURED = (
+    "`python -m preflight show RUN` says what pairs of nodes reached before training; in a job of the same shape "
+    "`srun python -m preflight collectives RUN` measures again and `python -m preflight judge RUN --ranks N` tells"
+)
+"""What to do where connections are in doubt."""
 WAITS_LITTLE, WAITS_MUCH = 0.2, 0.3
 """A straggler waits for others less than this share of what they wait; they wait at least that share of the time."""
 ONCE = 0.4
@@ -95,7 +100,7 @@ def lost_connections(case: Case) -> Finding | None:
         return None
     clause = f"{wording.name(lost)} lost connections, and no rank had failed before: {signs.message(lost[0])}"
     nodes = tuple(dict.fromkeys(node.host for node, line in case.kernel_log if LINK.search(line)))
-    advice = "python -m preflight pairs measures the connections between the nodes"
+    advice = MEASURED
     return Finding("network", (), clause, lost[0].where, sure="medium", nodes=nodes, advice=advice)
 
 
@@ -291,7 +296,7 @@ def unfinished(case: Case) -> Finding | None:
         return None
     nodes = tuple(dict.fromkeys(host for host, _ in hints))
     said = f"; {hints[0][0]} says: {hints[0][1].strip()}" if hints else ""
-    advice = "python -m preflight pairs measures the connections between the nodes"
+    advice = MEASURED
     clause = (
         f"all ranks are in the same collective and it does not finish: the network between {len(hosts)} nodes{said}"
     )
