@@ -49,6 +49,9 @@ PASSES = 3
 LINK_BYTES = 256 << 20
 """Of one copy that shows what the link can do."""
 
+LAST = "mlp.down_proj.weight"
+"""What a feed-forward's output is the product with; a recomputed layer reads that of no feed-forward."""
+
 REFUSED = 0.9
 """Share of the plan that must be refused."""
 
@@ -100,10 +103,17 @@ class Row:
         return max(self.shapes, key=lambda shape: shape.positions)
 
     def flops(self, adapters: int) -> int:
-        """Of an update, recomputation included: `budget.model_flops` says what they count."""
+        """Of an update, recomputation included: `budget.model_flops` says what they count.
+
+        Not what is never computed: in tiles, the feed-forward's last product a second time.
+        """
         geometry = Geometry.of(read_config(self.config.model))
+        last = sum(block.by_name[LAST].elements for block in self.store.layers if LAST in block.by_name)
+        spared = 2 * last if budget.tile_rows(self.config) else 0
         return sum(
-            budget.model_flops(geometry, shape, "adapter", adapters) + budget.recomputed_flops(geometry, shape)
+            budget.model_flops(geometry, shape, "adapter", adapters)
+            + budget.recomputed_flops(geometry, shape)
+            - spared * shape.positions
             for shape in self.shapes
         )
 

@@ -24,7 +24,10 @@ from prefix_train.stream.schedule import reads
 MANIFEST = "manifest.json"
 
 CONTEXT = 640 << 20
-"""Bytes that a CUDA context, its libraries and their workspaces take of a GPU besides torch's allocator."""
+"""Bytes that a CUDA context and its libraries take of a GPU besides torch's allocator."""
+
+WORKSPACES = 2 * 32 << 20
+"""Bytes that cuBLAS takes of torch's allocator on Hopper: for the thread that goes forward, and for autograd's."""
 
 SCRATCH = 1 << 18, 6
 """Elements that are dequantised at once (`nf4.CHUNK`), and bytes that each takes besides the matrix it goes to."""
@@ -252,9 +255,10 @@ def _weights(config: Config, files: Files, resident: int, found: Budget) -> list
     tiles = min(HEAD_TILES, -(-words // tile))
     one = tensor_bytes(tile, found.geometry.hidden, itemsize=ITEMSIZE[config.model.dtype])
     trained = next(term for term in found.terms if term.name == "trained parameters")
-    context = CONTEXT if config.slurm.gpus_per_node else 0
+    context, workspaces = (CONTEXT, WORKSPACES) if config.slurm.gpus_per_node else (0, 0)
     return [
-        Term("CUDA context", context, "gpu", "context, libraries and their workspaces"),
+        Term("CUDA context", context, "gpu", "context and libraries"),
+        Term("workspaces", workspaces, "gpu", "cuBLAS's, one for each direction"),
         Term("slots", slots * largest, "gpu", f"{slots} x {largest:,} B, the largest block that passes through"),
         Term("resident blocks", sum(staying), "gpu", f"{resident} of {len(files.blocks)} blocks"),
         Term("tiles of the head", tiles * one, "gpu", f"{tiles} x {tile:,} words x {found.geometry.hidden:,}"),

@@ -95,7 +95,7 @@ class Source:
 
 
 class _Lane:
-    """A piece's way to a CUDA device: pinned memory and a stream."""
+    """A piece's way to a CUDA device: pinned memory and a stream. Threads sleep while they wait for a copy's end."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -116,7 +116,8 @@ class _Lane:
             if after is not None:
                 self._stream.wait_event(after)
             into.copy_(source, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            into.record_stream(self._stream)  # a ring that goes away leaves no memory that is still written to
+            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
         return self._copied
 
