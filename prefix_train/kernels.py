@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,15 +203,26 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
             torch.cuda.synchronize(device)
         except torch.OutOfMemoryError as error:
             wrong["memory"] = str(error).splitlines()[0]
-    wrong |= {kernel: f"searched {count} times" for kernel, count in sorted(launches.searches.items())}
     listed = set(kernel_pins.read_list(pins)["kernels"]) if (pins / kernel_pins.LIST).is_file() else set()
+    launched, problems = judge_launches(launches, listed, wrong)
+    return {"passed": not problems, "said": said, "launched": launched, "searches": dict(launches.searches),
+            "problems": problems}  # fmt: skip
+
+
+def judge_launches(
+    launches: Launches, listed: Set[str], cut_short: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """The kernels that could search; and what is wrong, by kernel: nothing where each is pinned and none searched.
+
+    listed: kernels that the pins name. cut_short: why not all of the job's kernels ran, if so. Pure.
+    """
+    wrong = {**cut_short, **{kernel: f"searched {count} times" for kernel, count in sorted(launches.searches.items())}}
     # An autotuner of one configuration has nothing to search and needs no pin.
     launched = {name for name, autotuner in launches.autotuners.items() if name in listed or len(autotuner.configs) > 1}
     wrong |= dict.fromkeys(sorted(launched - listed - wrong.keys()), "launched, but not pinned")
     if not wrong:
         wrong |= dict.fromkeys(sorted(listed - launched), "pinned, but not launched: made for another set")
-    return {"passed": not wrong, "said": said, "launched": sorted(launched), "searches": dict(launches.searches),
-            "problems": wrong}  # fmt: skip
+    return sorted(launched), wrong
 
 
 def leave_what_a_pack_leaves(config: Config, geometry: Geometry, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,37 @@ def test_a_trial_update_has_one_layer_of_each_kind() -> None:
     assert model.config.layer_types == ["linear_attention", "full_attention"]
     assert len(model.model.layers) == 2
     trial.whole_update(config, trial.LEAST, torch.device("cpu"))
+
+
+def launched(*names: str, choices: int = 2) -> dict[str, SimpleNamespace]:
+    """Kernels that ran, with so many configurations each."""
+    return {name: SimpleNamespace(configs=[triton_config(4)] * choices) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("ran", "searched", "listed", "cut_short", "wrong"),
+    [
+        (launched("a", "b"), {}, {"a", "b"}, {}, {}),
+        (launched("a") | launched("helper", choices=1), {}, {"a"}, {}, {}),
+        (launched("a", choices=1), {}, {"a"}, {}, {}),
+        (launched("a", "b"), {"b": 2}, {"a", "b"}, {}, {"b": "searched 2 times"}),
+        (launched("a", "b"), {}, {"a"}, {}, {"b": "launched, but not pinned"}),
+        (launched("a", "b"), {"b": 1}, {"a"}, {}, {"b": "searched 1 times"}),
+        (launched("a"), {}, {"a", "b"}, {}, {"b": "pinned, but not launched: made for another set"}),
+        (launched("a"), {}, {"a", "b"}, {"memory": "out of memory"}, {"memory": "out of memory"}),
+    ],
+)
+def test_a_kernel_that_searches_one_without_a_pin_and_pins_of_another_set_are_wrong(
+    ran: dict[str, SimpleNamespace],
+    searched: dict[str, int],
+    listed: set[str],
+    cut_short: dict[str, str],
+    wrong: dict[str, str],
+) -> None:
+    launches = kernels.Launches(ran, Counter(searched))
+    names, found = kernels.judge_launches(launches, listed, cut_short)
+    assert found == wrong
+    assert names == sorted(name for name in ran if name != "helper")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
