@@ -33,28 +33,34 @@ VIEWS = {
 
 
 class Packed(Tensor):
-    """A frozen matrix as it is stored in `buffer`, the bytes of its block; operations get it dequantised."""
+    """A frozen matrix as it is stored in `buffer`, the bytes of its block; operations get it dequantised.
+
+    visit: has an element as long as these bytes are the block's; what reads the matrix later gets an error.
+    """
 
     stored: Stored
     buffer: Tensor
+    visit: list[bool]
     on_its_side: bool
 
     @staticmethod
-    def __new__(cls, stored: Stored, buffer: Tensor, on_its_side: bool = False) -> Packed:
+    def __new__(cls, stored: Stored, buffer: Tensor, visit: list[bool], on_its_side: bool = False) -> Packed:
         """Of the stored tensor's shape and dtype, or of the transposed matrix's."""
         rows, columns = stored.shape
         shape, strides = ((columns, rows), (1, columns)) if on_its_side else ((rows, columns), (columns, 1))
         made: Packed = Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=stored.dtype, device=buffer.device
         )
-        made.stored, made.buffer, made.on_its_side = stored, buffer, on_its_side
+        made.stored, made.buffer, made.visit, made.on_its_side = stored, buffer, visit, on_its_side
         return made
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
     def whole(self) -> Tensor:
-        """Dequantised."""
+        """Dequantised. Raises RuntimeError after the visit."""
+        if not self.visit:
+            raise RuntimeError(f"{self.stored.name} is read after the visit of its block, whose slot may be another's")
         found = unpack(self.stored, self.buffer)
         return found.t() if self.on_its_side else found
 
@@ -62,7 +68,7 @@ class Packed(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in VIEWS:
             matrix = args[0]
-            return cls(matrix.stored, matrix.buffer, matrix.on_its_side != VIEWS[func])
+            return cls(matrix.stored, matrix.buffer, matrix.visit, matrix.on_its_side != VIEWS[func])
         return func(*tree_map(_whole, args), **tree_map(_whole, kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -88,12 +94,14 @@ class Frozen:
     @contextmanager
     def within(self, buffer: Tensor) -> Iterator[None]:
         """Parameters read as what `buffer`, uint8 on the computing device, holds; else they are on the meta device."""
+        visit = [True]
         for owner, attribute, _, stored in self._places:
-            found = unpack(stored, buffer) if stored.weights == "plain" else Packed(stored, buffer)
+            found = unpack(stored, buffer) if stored.weights == "plain" else Packed(stored, buffer, visit)
             owner._parameters[attribute] = found  # type: ignore[assignment]
         try:
             yield
         finally:
+            visit.clear()
             for owner, attribute, away, _ in self._places:
                 owner._parameters[attribute] = away
 

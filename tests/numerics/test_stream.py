@@ -166,6 +166,23 @@ def test_no_more_blocks_live_than_there_are_slots(hybrid: tuple[Any, Store], mon
     assert all(parameter.is_meta for layer in both.root.anatomy.layers for parameter in frozen_parameters(layer))
 
 
+def test_a_matrix_is_not_read_after_its_visit(hybrid: tuple[Any, Store]) -> None:
+    made, store = hybrid
+    root = streaming.pair(made, store, streaming.options(torch.bfloat16)).root
+    linear: Any = root.anatomy.layers[0].mlp.up_proj  # type: ignore[union-attr]
+    inputs = torch.ones(2, 32, dtype=torch.bfloat16)
+    root.ring.begin([0])
+    with root.visit(0):
+        kept = linear.weight
+        assert type(kept) is frozen.Packed
+        theirs = made.model.layers[0].mlp.up_proj(inputs)
+        assert torch.equal(torch.nn.functional.linear(inputs, kept), theirs)
+        assert torch.equal(inputs @ kept.mT, theirs)
+    assert linear.weight.is_meta
+    with pytest.raises(RuntimeError, match=r"mlp\.up_proj\.weight is read after the visit"):
+        torch.nn.functional.linear(inputs, kept)
+
+
 def frozen_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in layer.parameters() if not parameter.requires_grad]
 
