@@ -28,15 +28,14 @@ class Driver:
     is not this process's."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        self._gpu = visible[device.index or 0] if visible != [""] else str(device.index or 0)
         self._others = self._of_device()
 
     def nbytes(self) -> tuple[int, str]:
         """Bytes of this process, and where that is read: of its entry in the driver's list of processes, or of the
         only entry (a container has process ids of its own), or all that the device lost since the beginning."""
-        listed = [line for line in _ask("compute-apps=gpu_uuid,pid,used_memory") if line[0] == self._uuid]
-        used = {int(pid): mib for _, pid, mib in listed if mib.isdecimal()}
+        used = {int(pid): mib for pid, mib in _ask("compute-apps=pid,used_memory", self._gpu) if mib.isdecimal()}
         if os.getpid() in used:
             return int(used[os.getpid()]) << 20, "process"
         if len(used) == 1 and self._others < 1 << 30:
@@ -44,10 +43,10 @@ class Driver:
         return self._of_device() - self._others, "device"
 
     def _of_device(self) -> int:
-        found = [mib for uuid, mib in _ask("gpu=uuid,memory.used") if uuid == self._uuid]
-        if len(found) != 1 or not found[0].isdecimal():
-            raise NoReading(f"{SMI} lists no memory of {self._uuid}")
-        return int(found[0]) << 20
+        found = _ask("gpu=memory.used", self._gpu)
+        if len(found) != 1 or not found[0][0].isdecimal():
+            raise NoReading(f"{SMI} told no memory of GPU {self._gpu}: {found}")
+        return int(found[0][0]) << 20
 
 
 class Peak:
@@ -74,9 +73,9 @@ class Peak:
             self.nbytes = max(self.nbytes, total - free)
 
 
-def _ask(query: str) -> list[list[str]]:
-    """Lines of nvidia-smi's answer, split into cells. Raises NoReading."""
-    program = [SMI, f"--query-{query}", "--format=csv,noheader,nounits"]
+def _ask(query: str, gpu: str) -> list[list[str]]:
+    """Lines of nvidia-smi's answer for one GPU, split into cells. Raises NoReading."""
+    program = [SMI, f"--id={gpu}", f"--query-{query}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(program, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
