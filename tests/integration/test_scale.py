@@ -143,15 +143,26 @@ def answered(run: Path, missing: int) -> list[str]:
     return names
 
 
-def test_judging_512_nodes_and_their_ranks(run: Path) -> None:
-    """One rank of 4,096 never joined; the time is the CPU's, for it may be shared."""
-    names = answered(run, 2003)
-    command = [sys.executable, "-m", "preflight", "judge", str(run), "--ranks", str(NODES * TASKS)]
+def judge(run: Path, names: list[str], *options: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The job's own act over what lies in the run folder; and its seconds of CPU, for that may be shared."""
+    command = [sys.executable, "-m", "preflight", "judge", str(run), *options, "--nodes", ",".join(names)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([*command, "--nodes", ",".join(names)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"judged in {seconds:.2f} s of CPU")
+    print(f"judged {' '.join(options)} in {seconds:.2f} s of CPU")
+    return done, seconds
+
+
+def test_judging_512_nodes_and_their_ranks(run: Path) -> None:
+    """First the nodes alone, of which one more never answered; then with 4,096 ranks, of which one never joined."""
+    names = answered(run, 2003)
+    done, seconds = judge(run, [*names, "node513"])
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("FAIL node513: silent: node.answer: gave no answer in time")
+    assert json.loads((run / "preflight/0/report.json").read_text())["bad_nodes"] == ["node513"]
+    assert seconds < 2
+    done, seconds = judge(run, names, "--ranks", str(NODES * TASKS))
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("FAIL node251: silent: collective.join: rank 2003 never joined the collectives")
     assert done.stdout.splitlines()[-1].startswith("scontrol update NodeName=node251 State=DRAIN")
