@@ -213,9 +213,19 @@ finally:
 """
 
 
+def timed(argv: list[str], env: dict[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a program; its seconds of CPU, for that may be shared."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{seconds:.2f} s of CPU, {wall:.2f} s in all")
+    return done, seconds
+
+
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])
-def test_submitting_takes_a_second_and_no_torch(programs: Path, tmp_path: Path, dry: tuple[str, ...]) -> None:
-    """The real source and 5,000 examples whose lengths are known; the time is the CPUs', for they may be shared."""
+def test_submitting_takes_less_than_a_second_and_no_torch(programs: Path, tmp_path: Path, dry: tuple[str, ...]) -> None:
+    """The real source and 5,000 examples whose lengths are known; of two tries the faster one counts."""
     data = tmp_path / "train.jsonl"
     data.write_text("{}\n" * 5000)
     place = (f"run_root={tmp_path}/runs", f"data.train={data}", "cluster=slurm", "evaluate.every=0")
@@ -229,11 +239,7 @@ def test_submitting_takes_a_second_and_no_torch(programs: Path, tmp_path: Path, 
     argv = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "configs" / "digits.yaml"), *options, *dry]
     env = {name: text for name, text in os.environ.items() if name != "PREFIX_TRAIN_ATTEMPT"}
     env["PATH"] = f"{programs}:{os.environ['PATH']}"
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"submit {' '.join(dry)}: {seconds:.2f} s of CPU, {wall:.2f} s in all")
+    done, seconds = min((timed(argv, env) for _ in range(2)), key=lambda one: one[1])
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     names = ("run", "plan", "memory", "follow", "logs") if dry else ("run", "plan", "memory", "job", "follow", "logs")
@@ -246,4 +252,4 @@ def test_submitting_takes_a_second_and_no_torch(programs: Path, tmp_path: Path, 
         f"follow  python -m slurm.status {run}",
         f"logs    tail -F {logs}",
     ]
-    assert seconds < 2
+    assert seconds < 1
