@@ -1,7 +1,7 @@
 """Faults planted into the real trainer on a real cluster, from the fault to what follows of it, with the times between.
 
 The fault is planted from outside, by a sitecustomize.py on the path of the job's first life. The times that are printed
-(`pytest -s`) run from the culprit's last heartbeat, or its end, to the alarm and to the verdict.
+run from the culprit's last heartbeat, or its end, to the alarm and to the verdict.
 """
 
 from __future__ import annotations
@@ -69,12 +69,16 @@ def plants(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
-def test_from_a_planted_fault_to_what_follows(lab: Lab, plants: Path, tmp_path: Path, fault: Fault) -> None:
+def test_from_a_planted_fault_to_what_follows(
+    lab: Lab, plants: Path, tmp_path: Path, fault: Fault, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup = f'slurm.setup=["export PYTHONPATH={plants} HANGS_RANK=1 HANGS_FAULT=\\"{fault.name}\\""]'
     job = jobs.start_real(lab, tmp_path, *OPTIONS, setup, f"pack.packs_per_update={2 * fault.nodes}", nodes=fault.nodes)
     job.end("COMPLETED" if fault.again else "FAILED", 280)
     first, *later = job.lives
-    found = said(job, fault)
+    found, times = said(job, fault)
+    with capsys.disabled():
+        print(f"\n{fault.name}: {times}\n  {found.sentence}")
     assert (found.kind, found.ranks) == (fault.kind, (1,)), found.text()
     assert (first.cause, first.update >= 6) == (fault.cause, True), job.log
     assert (f"SIGABRT in update {first.update}; {found.sentence}" in job.log) == (fault.kind == "size_mismatch"), (
@@ -89,13 +93,14 @@ def test_from_a_planted_fault_to_what_follows(lab: Lab, plants: Path, tmp_path: 
         assert "begins again" not in job.log
 
 
-def test_looking_at_a_live_job_ends_nothing(lab: Lab, tmp_path: Path) -> None:
+def test_looking_at_a_live_job_ends_nothing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = jobs.start(lab, make_clone(tmp_path / "clone"), "model.build.do=slow", "train.updates=60")
     job.wait_update(3)
     command = [sys.executable, "-m", "slurm.diagnose", str(job.run), "--now", "--json"]
     began = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=lab.environment, capture_output=True, text=True, timeout=150)
-    print(f"\nanswered in {time.monotonic() - began:.1f} s")
+    with capsys.disabled():
+        print(f"\n--now answered in {time.monotonic() - began:.1f} s")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     found = document["verdict"]
@@ -108,8 +113,8 @@ def test_looking_at_a_live_job_ends_nothing(lab: Lab, tmp_path: Path) -> None:
     assert [one.cause for one in job.lives] == ["complete"]
 
 
-def said(job: Job, fault: Fault) -> verdict.Verdict:
-    """What is said of the first life; prints how long it took."""
+def said(job: Job, fault: Fault) -> tuple[verdict.Verdict, str]:
+    """What is said of the first life, and how long it took."""
     folder = job.run / runfolder.HANGS / "1"
     if folder.exists():
         nodes, alarm = evidence.read(folder), evidence.read_alarm(folder)
@@ -118,16 +123,13 @@ def said(job: Job, fault: Fault) -> verdict.Verdict:
             seen.beat for node in nodes for rank in node.ranks if rank.rank == 1 for seen in rank.rounds if seen.beat
         ]
         judged = (folder / verdict.JSON).stat().st_mtime
-        began = beats[0].time
-        print(f"\n{fault.name}: noticed after {alarm.time - began:.1f} s, verdict {judged - alarm.time:.1f} s later")
+        times = f"noticed after {alarm.time - beats[0].time:.1f} s, verdict {judged - alarm.time:.1f} s later"
         found = diagnose.judge_folder(job.run, folder)
     else:
         end = evidence.of_end(job.run, 0)
         nodes = evidence.read(end)
         began = next(rank.end.time for node in nodes for rank in node.ranks if rank.rank == 1 and rank.end)
-        noticed = min(node.time for node in nodes)
-        print(f"\n{fault.name}: looked at {noticed - began:.1f} s after the rank's end")
+        times = f"looked at {min(node.time for node in nodes) - began:.1f} s after the rank's end"
         found = diagnose.of_life(job.run, 0)
     assert found is not None
-    print(f"  {found.sentence}")
-    return found
+    return found, times
