@@ -311,7 +311,9 @@ def bench_stream_command(
     budget_gib: Annotated[float, typer.Option(callback=positive, help="Most GPU memory, in GiB.")] = 6.0,
     rows: Annotated[
         list[str] | None,
-        typer.Option("--row", help="Positions of one example, pack, or accumulated; `@key=value` behind it (repeat)."),
+        typer.Option(
+            "--row", help="Positions of one example, pack, accumulated, gate; `@key=value` behind it (repeat)."
+        ),
     ] = None,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of the pack's shared prefix.")] = 4096,
     continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "32x128",

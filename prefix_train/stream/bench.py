@@ -58,6 +58,10 @@ STARTING_S, ENDING_S = 120.0, 2.0
 """A process has so much time for its imports before its first row's time begins, and to end after its last."""
 
 
+ALIKE = ("geometry", "budget_gib", "prefix", "continuations", "length")
+"""What all rows of one file have in common."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What is measured. store: of `stream build --random GEOMETRY`. alone: examples that the accumulated row computes.
@@ -102,7 +106,7 @@ def parse(row: str) -> tuple[str, tuple[str, ...]]:
 
 
 def bench(case: Case, rows: Sequence[str], out: Path, seconds: float = float("inf")) -> dict[str, Any]:
-    """Run the gate, then each of `rows`, and write to `out` whatever there is as soon as it is there.
+    """Run the gate, then each of `rows` (`gate`: no more than that), and write to `out` what there is at once.
 
     Rows that `out` has already stay, the same row excepted; so does a gate that has passed for the same sources and
     kernels. A row that fails leaves its part and lets the next one run; one for which the allocator had too little is
@@ -111,10 +115,12 @@ def bench(case: Case, rows: Sequence[str], out: Path, seconds: float = float("in
     at the end where a row did, or where rows mislead.
     """
     until = time.monotonic() + seconds
+    rows = [row for row in rows if row != GATE]
     for row in rows:
         case.config(parse(row)[1])
     require_gpu(case.config(()))
     found = bench_rows.read(out)
+    _require_alike(out, found, case)
     gated = bench_rows.gated(case.geometry, case.config(())) | {"engine": "stream"}
     bench_rows.write(out, found)
     if not found[GATE].get("passed") or found[GATE].get("of") != gated:
@@ -131,6 +137,15 @@ def bench(case: Case, rows: Sequence[str], out: Path, seconds: float = float("in
     if failed:
         raise RuntimeError("; ".join(failed))
     return found
+
+
+def _require_alike(out: Path, found: dict[str, Any], case: Case) -> None:
+    """Rows of one file are of one model and one budget: else they would stand in one table."""
+    mine = asdict(case)
+    for row in found["rows"]:
+        there = row.get("case", mine)
+        if differ := [name for name in ALIKE if there.get(name) != mine[name]]:
+            raise UserError(f"--out {out} holds rows with another {' and '.join(differ)}: give another file")
 
 
 def _rows(waiting: list[str], case: Case, out: Path, found: dict[str, Any], until: float) -> list[str]:

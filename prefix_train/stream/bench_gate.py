@@ -35,6 +35,9 @@ SHAPE = 330, 8, 47
 ALONE = 2
 """Examples that go through it alone as well, in the same visit as the pack."""
 
+WORDS = 1024
+"""Of a tile of the head, which so passes by in several."""
+
 RESIDENT, SLOTS = 1, 2
 """Blocks that stay and blocks that pass at a time: fewer than there are, so that slots are used again."""
 
@@ -81,6 +84,7 @@ def _small(config: Config, folder: Path) -> tuple[Config, Any, Store]:
         config,
         model=dataclasses.replace(config.model, build=sizes),
         adapter=dataclasses.replace(config.adapter, dropout=0.0),
+        train=dataclasses.replace(config.train, loss_chunk_words=WORDS),
         stream=dataclasses.replace(config.stream, slots=SLOTS, packs_per_visit=1 + ALONE, store=str(folder)),
         pack=dataclasses.replace(config.pack, max_positions=SHAPE[0] + SHAPE[1] * SHAPE[2]),
     )

@@ -43,8 +43,8 @@ from prefix_train.stream.schedule import walk
 from prefix_train.stream.store import Store
 from prefix_train.tensors import digest
 
-PASSES = 3
-"""Sequential copies of the blocks, after one that fills the slots; the fastest is the bandwidth."""
+PASSES = 2
+"""Sequential copies of the blocks, after one that fills the slots; the faster is the bandwidth."""
 
 LINK_BYTES = 256 << 20
 """Of one copy that shows what the link can do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,26 @@ def test_no_row_without_the_gate(case: Case, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(bench, "_process", lambda rows, *_: iter([{"row": rows[0], "passed": False}]))
     with pytest.raises(RuntimeError, match="no figure without the correctness gate"):
         bench.bench(case, ("pack",), tmp_path / "out.json")
+
+
+def test_the_gate_alone(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(rows: list[str], *_: Any) -> Any:
+        asked.extend(rows)
+        return iter([{"row": row, "passed": True} for row in rows])
+
+    monkeypatch.setattr(bench, "_process", answer)
+    for _ in range(2):
+        found = bench.bench(case, ("gate",), tmp_path / "out.json")
+    assert (asked, found["rows"]) == (["gate"], [])
+
+
+def test_rows_of_another_budget_go_to_another_file(case: Case, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text(json.dumps({"rows": [{"row": "64", "case": asdict(replace(case, budget_gib=3.0))}], "gate": {}}))
+    with pytest.raises(UserError, match="another budget_gib: give another file"):
+        bench.bench(case, ("64",), out)
 
 
 @pytest.mark.parametrize("row", ["packed", "3", "-5", "1024@pinned", "pack@"])
