@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from configs.errors import UserError
 
 CONFIG = "config.yaml"
 CODE = "code"
@@ -35,16 +38,22 @@ STOPPED = 3
 """Exit status of a rank that was asked to stop, saved a checkpoint and did: the run can go on."""
 
 
+class Damaged(UserError, ValueError):
+    """A file of a run folder does not hold what belongs there: which file, and what is wrong with it."""
+
+
 class StaleAttempt(RuntimeError):
     """This process belongs to an earlier life of the job and may not write into its run folder."""
 
 
 def current_attempt(run: Path) -> int:
-    """Number of the run's present life, 0 for the first; kept in the file `attempt`."""
+    """Number of the run's present life, 0 for the first; kept in the file `attempt`. Raises Damaged."""
     try:
         return int((run / ATTEMPT).read_text())
     except FileNotFoundError:
         return 0
+    except ValueError as error:
+        raise Damaged(f"{run / ATTEMPT} is damaged: the number of a life is expected") from error
 
 
 def process_attempt() -> int:
@@ -92,5 +101,17 @@ def write_json(path: Path, value: Any, *, run: Path | None = None) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a run folder."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a JSON file of a run folder. Raises Damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from error
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """What the disk refuses to the block is a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from error

@@ -31,7 +31,7 @@ UPDATE_PHASES = frozenset({"compile", "first_update", "data", "forward", "backwa
 KEPT_DURATIONS = 128
 
 
-class BadRecord(ValueError):
+class BadRecord(runfolder.Damaged):
     """A heartbeat or end record that is not what this module writes: which file, and what is wrong with it."""
 
 
@@ -262,7 +262,7 @@ _HINTS: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (Be
 def _load(path: Path, kind: type[Record]) -> Record:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRecord(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise BadRecord(f"{path}: an object is expected, not {type(value).__name__}")

@@ -20,10 +20,9 @@ from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.errors import UserError
 from prefix_train import heartbeat
-from prefix_train.heartbeat import BadRecord, Beat, End
+from prefix_train.heartbeat import Beat, End
 from slurm import alarms, archive, evidence, life, presence, verdict
-from slurm.evidence import Alarm, BadEvidence, Node, Rank, Seen
-from slurm.policy import Life
+from slurm.evidence import Alarm, Node, Rank, Seen
 from slurm.verdict import Verdict
 
 ENDED_WELL = (0, runfolder.STOPPED)
@@ -72,7 +71,7 @@ def diagnose(run: Path, hang: int | None = None) -> Diagnosis:
             there = ", ".join(path.name for path in verdict.folders(run)) or "none"
             raise UserError(f"{run} has no hang {hang}: there is {there}")
         return Diagnosis(run, hang, _of_hang(run, folder), f"hang {hang} has neither evidence nor verdict")
-    attempt = _attempt(run)
+    attempt = runfolder.current_attempt(run)
     found = [(int(folder.name), each) for folder in verdict.folders(run) if (each := _of_hang(run, folder))]
     found = [(number, each) for number, each in found if each.attempt == attempt]
     if ending := [item for item in found if item[1].ends]:
@@ -107,10 +106,7 @@ def of_life(run: Path, attempt: int) -> Verdict | None:
 
 
 def _of_hang(run: Path, folder: Path) -> Verdict | None:
-    try:
-        return judge_folder(run, folder) or verdict.load(folder)
-    except BadEvidence as error:
-        raise UserError(str(error)) from error
+    return judge_folder(run, folder) or verdict.load(folder)
 
 
 def _of_ends(run: Path, attempt: int, ends: Sequence[End]) -> Verdict:
@@ -150,11 +146,11 @@ def _world(run: Path) -> int:
 
 def _hosts(run: Path, attempt: int, nodes: Sequence[Node]) -> tuple[str, ...]:
     """Hosts of the life's nodes, in order: as the job wrote them down, else as far as evidence and watchers tell."""
-    for one in _lives(run):
+    for one in life.read(run):
         if one.attempt == attempt and one.nodes:
             return one.nodes
     known = {node.index: node.host for node in nodes if node.index >= 0}
-    present = {place: _watcher(run, place) for place in range(from_run(run).slurm.nodes)}
+    present = {place: presence.read(run, place) for place in range(from_run(run).slurm.nodes)}
     return tuple(known.get(place) or (one.host if one else "?") for place, one in present.items())
 
 
@@ -168,27 +164,6 @@ def _standing(run: Path, attempt: int, ends: Sequence[End]) -> str:
     return "no hang is known and no rank has ended; --now looks at the ranks of a run that is alive"
 
 
-def _attempt(run: Path) -> int:
-    try:
-        return runfolder.current_attempt(run)
-    except ValueError as error:
-        raise UserError(f"{run / runfolder.ATTEMPT} is damaged: the number of a life is expected") from error
-
-
-def _lives(run: Path) -> list[Life]:
-    try:
-        return life.read(run)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"a file in {run / runfolder.LIVES} is damaged: {error}") from error
-
-
-def _watcher(run: Path, node: int) -> presence.Presence | None:
-    try:
-        return presence.read(run, node)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{run / runfolder.HEARTBEAT / f'watch{node}.json'} is damaged: {error}") from error
-
-
 def _refuse_links(run: Path) -> None:
     """What a link leads to is not of the run, and is not read for what is said of it."""
     for pattern in READ:
@@ -199,7 +174,7 @@ def _refuse_links(run: Path) -> None:
 
 def _check_alive(run: Path) -> None:
     """Raise UserError where nobody can answer: the run is complete, not begun, or its ranks have ended."""
-    attempt = _attempt(run)
+    attempt = runfolder.current_attempt(run)
     beats = [beat for beat in heartbeat.read(run) if beat.attempt == attempt]
     ended = {end.rank for end in heartbeat.read_ends(run) if end.attempt == attempt}
     if (run / runfolder.RESULT).exists():
@@ -223,12 +198,8 @@ def _now(run: Path) -> int:
 def _found(run: Path, hang: int | None, now: bool) -> Diagnosis:
     """Raises UserError naming the file where one of the run's is damaged or cannot be read."""
     _refuse_links(run)
-    try:
+    with runfolder.reading():
         return diagnose(run, _now(run) if now else hang)
-    except (BadRecord, BadEvidence) as error:
-        raise UserError(f"damaged: {error}") from error
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 app = make_app("Why a run hung or died, from its folder alone. Example: python -m slurm.diagnose runs/demo-1")

@@ -21,7 +21,11 @@ from slurm.stacks import Stack
 FOLDER, ALARM = "evidence", "alarm.json"
 
 
-class BadEvidence(ValueError):
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding says of a file that is damaged, or was written by nobody of ours."""
+
+
+class BadEvidence(runfolder.Damaged):
     """A file under evidence/ that is not a node's evidence: which file, and what is wrong with it."""
 
 
@@ -191,7 +195,7 @@ def read_alarm(folder: Path) -> Alarm | None:
         return msgspec.json.decode((folder / ALARM).read_bytes(), type=Alarm)
     except FileNotFoundError:
         return None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadEvidence(f"{folder / ALARM}: {error}") from error
 
 
@@ -209,5 +213,5 @@ def answered(folder: Path) -> set[int]:
 def _load(path: Path) -> Node:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Node)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise BadEvidence(f"{path}: {error}") from error

@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ from configs.console import make_app
 from configs.console import run as run_app
 from configs.errors import UserError
 from prefix_train import heartbeat
-from slurm import policy, scheduler
+from slurm import policy, records, scheduler
 from slurm.policy import Life
 from slurm.scheduler import NoAnswer
 
@@ -59,9 +59,9 @@ def begin_next(run: Path) -> int:
 
 
 def read(run: Path) -> list[Life]:
-    """All lives of a Slurm job, oldest first."""
-    paths = sorted((run / runfolder.LIVES).glob("*.json"), key=lambda path: int(path.stem))
-    return [_load(runfolder.read_json(path)) for path in paths]
+    """All lives of a Slurm job, oldest first. Raises Damaged."""
+    paths = [path for path in (run / runfolder.LIVES).glob("*.json") if path.stem.isdecimal()]
+    return [records.read(path, Life) for path in sorted(paths, key=lambda path: int(path.stem))]
 
 
 def write(run: Path, life: Life, why: str = "") -> None:
@@ -96,14 +96,6 @@ def begin_job(run: Path) -> int | None:
     attempt = begin_next(run)
     write(run, Life(attempt, job, nodes))
     return attempt
-
-
-def _load(document: dict[str, Any]) -> Life:
-    known: dict[str, Any] = {}
-    for name in (field.name for field in fields(Life)):
-        value = document[name]
-        known[name] = tuple(value) if isinstance(value, list) else value
-    return Life(**known)
 
 
 def without(run: Path, lives: Sequence[Life]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import typer
@@ -23,6 +23,7 @@ from configs import runfolder
 from configs.compose import from_run
 from configs.console import make_app
 from configs.console import run as run_app
+from slurm import records
 
 BEAT_S = 10.0
 """A watcher says this often that it is still there."""
@@ -56,12 +57,11 @@ def leave(run: Path, node: int) -> None:
 
 
 def read(run: Path, node: int) -> Presence | None:
-    """The watcher of `node` in this process's life; none: it has not said anything."""
+    """The watcher of `node` in this process's life; none: it has not said anything. Raises Damaged."""
     try:
-        document: dict[str, Any] = runfolder.read_json(_path(run, node))
+        found = records.read(_path(run, node), Presence)
     except FileNotFoundError:
         return None
-    found = Presence(**document)
     return found if found.attempt == runfolder.process_attempt() else None
 
 
@@ -95,8 +95,7 @@ def check(run: Path, node: int) -> bool:
 
 def lost(run: Path, attempt: int) -> list[Presence]:
     """Watchers of life `attempt` that were found to run no more while ranks of their nodes did, by node."""
-    documents = map(runfolder.read_json, (run / runfolder.HEARTBEAT).glob("watch*.json"))
-    found = (Presence(**document) for document in documents)
+    found = (records.read(path, Presence) for path in (run / runfolder.HEARTBEAT).glob("watch*.json"))
     return sorted((one for one in found if one.attempt == attempt and one.gone), key=lambda one: one.node)
 
 

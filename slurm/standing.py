@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
 from preflight import drain
-from slurm import deadlines, life, presence, verdict
+from slurm import deadlines, life, presence, records, verdict
 from slurm.finish import ENDED_WELL
 from slurm.presence import Presence
 from slurm.scheduler import JobState
@@ -67,22 +67,57 @@ class Standing:
         }
 
 
+# What is read here of files that hold more.
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Of metrics.jsonl; seconds: only where the line is of an update."""
+
+    update: int
+    seconds: float | None = None
+    loss: float | None = None
+    logical_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    updates_in_run: int | None = None
+
+
+@dataclass(frozen=True)
+class _Result:
+    heldout_loss: float | None = None
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class _Ending:
+    cause: str | None = None
+    why: str = ""
+
+
 def job_of(run: Path) -> str | None:
-    """Id of the Slurm job that was submitted last for `run`."""
+    """Id of the Slurm job that was submitted last for `run`. Raises Damaged."""
     path = run / runfolder.JOB
-    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+    if not path.exists():
+        return None
+    found = path.read_bytes().strip()
+    if not re.fullmatch(rb"\d+(_\d+)?", found):
+        raise runfolder.Damaged(f"{path} is damaged: the number of a job is expected")
+    return found.decode()
 
 
 def look(run: Path, slurm: JobState | None, now: float) -> Standing:
-    """Everything that is known of `run`; now: seconds since 1970."""
+    """Everything that is known of `run`; now: seconds since 1970. Raises Damaged where one of its files is."""
     config, attempt = from_run(run), runfolder.current_attempt(run)
     beats = [beat for beat in heartbeat.read(run) if beat.attempt == attempt]
     ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
-    metrics = [line for line in _tail(run / runfolder.METRICS) if "seconds" in line]
+    metrics = [line for line in _tail(run / runfolder.METRICS) if line.seconds is not None]
     newest = max((beat.time for beat in beats), default=None)
-    update = metrics[-1]["update"] if metrics else 0
+    update = metrics[-1].update if metrics else 0
     updates = _updates(run, config)
-    pace = median(line["seconds"] for line in metrics[-RECENT:]) if metrics else None
+    pace = median(line.seconds or 0.0 for line in metrics[-RECENT:]) if metrics else None
     return Standing(
         run=run,
         job=job_of(run),
@@ -94,8 +129,8 @@ def look(run: Path, slurm: JobState | None, now: float) -> Standing:
         age_s=None if newest is None else now - newest,
         update=update,
         updates=updates,
-        loss=metrics[-1]["loss"] if metrics else None,
-        tokens_per_s=metrics[-1]["logical_tokens_per_s"] if metrics else None,
+        loss=metrics[-1].loss if metrics else None,
+        tokens_per_s=metrics[-1].logical_tokens_per_s if metrics else None,
         left_s=None
         if pace is None or updates is None or (run / runfolder.RESULT).exists()
         else pace * (updates - update),
@@ -109,19 +144,19 @@ def look(run: Path, slurm: JobState | None, now: float) -> Standing:
 def _updates(run: Path, config: Config) -> int | None:
     """Updates of the whole run, as far as that is known before and without its plan."""
     plan = run / runfolder.PLAN
-    found: int | None = runfolder.read_json(plan).get("updates_in_run") if plan.exists() else None
+    found = records.read(plan, _Plan).updates_in_run if plan.exists() else None
     return config.train.updates if found is None else found
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
+def _tail(path: Path) -> list[_Line]:
     """The last whole lines of metrics.jsonl."""
     if not path.exists():
         return []
     with path.open("rb") as stream:
         start = max(0, path.stat().st_size - TAIL_BYTES)
         stream.seek(start)
-        *whole, _ = stream.read().decode("utf-8", "replace").split("\n")
-    return [json.loads(line) for line in whole[1 if start else 0 :]]
+        *whole, _ = stream.read().split(b"\n")
+    return [records.decode(line, _Line, path) for line in whole[1 if start else 0 :]]
 
 
 def _phase(beats: Sequence[Beat], ends: Sequence[End]) -> str | None:
@@ -136,15 +171,13 @@ def _phase(beats: Sequence[Beat], ends: Sequence[End]) -> str | None:
 
 def _end(run: Path, attempt: int) -> str | None:
     if (run / runfolder.RESULT).exists():
-        result = runfolder.read_json(run / runfolder.RESULT)
-        figures = [
-            f"{name.replace('_', ' ')} {result[name]:.4g}" for name in ("heldout_loss", "accuracy") if name in result
-        ]
+        result = asdict(records.read(run / runfolder.RESULT, _Result))
+        figures = [f"{name.replace('_', ' ')} {figure:.4g}" for name, figure in result.items() if figure is not None]
         return ", ".join(["complete", *figures])
     path = run / runfolder.LIVES / f"{attempt}.json"
-    if not path.exists() or (document := runfolder.read_json(path))["cause"] is None:
+    if not path.exists() or (ending := records.read(path, _Ending)).cause is None:
         return None
-    return f"life {attempt} ended: {document['cause']}; {document['why']}"
+    return f"life {attempt} ended: {ending.cause}; {ending.why}"
 
 
 def _doubts(

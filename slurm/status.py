@@ -5,11 +5,13 @@ Slurm and the heartbeats are asked separately: either may be silent, stale or wr
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -26,16 +28,37 @@ PATIENCE_S = 10.0
 
 def find_runs(root: Path) -> list[Path]:
     """Run folders in `root`, the newest last."""
-    found = [path.parent for pattern in ("*", "*/*") for path in root.glob(f"{pattern}/{runfolder.CONFIG}")]
-    return sorted(set(found), key=lambda run: (run / runfolder.CONFIG).stat().st_mtime)
+    found: dict[Path, float] = {}
+    for pattern in ("*", "*/*"):
+        for path in root.glob(f"{pattern}/{runfolder.CONFIG}"):
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                found[path.parent] = path.stat().st_mtime
+    return sorted(found, key=found.__getitem__)
 
 
-def look_at(runs: Sequence[Path]) -> tuple[list[Standing], list[str]]:
-    """How `runs` stand, and what did not answer."""
-    jobs = {run: standing.job_of(run) for run in runs}
+def look_at(runs: Sequence[Path]) -> tuple[list[Standing], list[str], dict[Path, str]]:
+    """How `runs` stand, what did not answer, and of runs that cannot be read why; one that is gone is left out."""
+    bad: dict[Path, str] = {}
+    jobs = {run: job for run in runs for job in _read(run, bad, standing.job_of)}
     states, silences = scheduler.job_states([job for job in jobs.values() if job], PATIENCE_S)
-    now = time.time()
-    return [standing.look(run, states.get(job) if job else None, now) for run, job in jobs.items()], silences
+    now, found = time.time(), []
+    for run, job in jobs.items():
+        state = states.get(job) if job else None
+        found += _read(run, bad, partial(standing.look, slurm=state, now=now))
+    return found, silences, {run: why for run, why in bad.items() if run.exists()}
+
+
+Answer = TypeVar("Answer")
+
+
+def _read(run: Path, bad: dict[Path, str], ask: Callable[[Path], Answer]) -> list[Answer]:
+    """`ask`'s answer of `run`; none where the run cannot be read, and `bad` has the reason then."""
+    try:
+        with runfolder.reading():
+            return [ask(run)]
+    except UserError as error:
+        bad[run] = str(error)
+        return []
 
 
 def table(found: Sequence[Standing]) -> str:
@@ -114,19 +137,24 @@ def main(
     root: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")] = False,
 ) -> int:
-    """Always exits with 0 where the runs could be read."""
+    """Exits with 0 where all runs could be read."""
     if run is not None and not (run / runfolder.CONFIG).is_file():
         raise UserError(f"{run} is not a run folder: it has no {runfolder.CONFIG}")
     runs = [run.absolute()] if run is not None else find_runs(root.absolute())
     if not runs:
         raise UserError(f"there are no runs in {root}: give a run folder, or --root")
-    found, silences = look_at(runs)
+    found, silences, bad = look_at(runs)
+    if run is not None and not found:
+        raise UserError(bad.get(runs[0], f"{run} is gone"))
     print(page(found[0]) if run is not None else table(found))
     for silence in silences:
         print(f"no answer from Slurm: {silence}")
+    for one, why in bad.items():
+        print(f"{one.name} cannot be read: {why}")
     if as_json:
-        print_json({"runs": [one.document() for one in found], "silent": silences})
-    return 0
+        unread = {str(one): why for one, why in bad.items()}
+        print_json({"runs": [one.document() for one in found], "silent": silences, "unread": unread})
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import heartbeat
-from slurm import acts, finish, freeze, planned, sbatch, scheduler, standing, sweep
+from slurm import acts, finish, freeze, planned, records, sbatch, scheduler, standing, sweep
 from slurm.scheduler import NoAnswer
 from slurm.watch import is_alive
 
@@ -158,16 +158,15 @@ def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
         flags = [flag for flag, given in (("--dry-run", dry_run), ("--json", as_json)) if given]
         become(run, "slurm.submit", *flags, "--", str(run))
     config = compose.from_run(run)
-    if (run / runfolder.RESULT).is_file():
-        result = runfolder.read_json(run / runfolder.RESULT)
-        if result.get("verify", {"passed": True})["passed"]:
+    with runfolder.reading():
+        if is_complete(run):
             print(f"complete already: {run / runfolder.RESULT}")
-            print_json(result)
+            print_json(runfolder.read_json(run / runfolder.RESULT))
             return 0
-    if alive := still_running(run):
-        raise UserError(f"{run} is still running: {alive}; wait for its end, or end it")
-    if not dry_run:
-        refuse_queued(run)
+        if alive := still_running(run):
+            raise UserError(f"{run} is still running: {alive}; wait for its end, or end it")
+        if not dry_run:
+            refuse_queued(run)
     print(f"run     {run}\nresume  {finish.saved(run)}", flush=True)
     if dry_run:
         print(f"{follow(config, run)}\n\n{start_script(config, run)}", end="")
@@ -180,6 +179,24 @@ def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
     if as_json:
         print_json({"run": str(run), "job": job})
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verify:
+    passed: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """What is read here of result.json."""
+
+    verify: _Verify = _Verify()
+
+
+def is_complete(run: Path) -> bool:
+    """Whether the run has a result that stands up to its own verification. Raises Damaged."""
+    path = run / runfolder.RESULT
+    return path.is_file() and records.read(path, _Result).verify.passed
 
 
 def still_running(run: Path) -> str | None:

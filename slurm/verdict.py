@@ -16,7 +16,7 @@ import msgspec
 
 from configs import runfolder
 from slurm import rules, views, wording
-from slurm.evidence import Alarm, BadEvidence, Node
+from slurm.evidence import UNREADABLE, Alarm, BadEvidence, Node
 from slurm.finding import Finding, Kind, Rule, Sure
 from slurm.views import Case
 
@@ -128,7 +128,7 @@ def load(folder: Path) -> Verdict | None:
         return None
     except KeyError as error:
         raise BadEvidence(f"{path}: without {error.args[0]}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise BadEvidence(f"{path}: {error}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import compose, runfolder
+from configs import compose, console, runfolder
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig, WatchConfig
 from prefix_train import heartbeat
 from slurm import life, presence, scheduler, standing, status
@@ -149,7 +150,7 @@ def test_states_come_from_squeue_and_then_from_sacct(monkeypatch: pytest.MonkeyP
 
 def test_programs_that_do_not_answer_are_said(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     answers(monkeypatch, squeue=NoAnswer("squeue: not found"), sacct=NoAnswer("sacct: no answer in 10 s"))
-    found, silences = status.look_at([run])
+    found, silences, _ = status.look_at([run])
     assert found[0].slurm is None
     assert silences == ["squeue: not found", "sacct: no answer in 10 s"]
     assert "job 4711: not known" in status.page(found[0])
@@ -217,3 +218,62 @@ def test_a_job_is_in_the_queue_until_it_has_ended(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(scheduler, "ask", lambda *_, **__: lines)
     found = [scheduler.in_queue(job) for job in ("1", "2_0", "3", "4")]
     assert [state and state.state for state in found] == ["PENDING", "RUNNING", None, None]
+
+
+def ask(*arguments: str | Path) -> SystemExit:
+    with pytest.raises(SystemExit) as ended:
+        console.run(status.app, [str(argument) for argument in arguments])
+    return ended.value
+
+
+DAMAGES: tuple[bytes, ...] = (b"", b'{"half', b"\0" * 40, b"\xff\xfe", b"[]", b"[" * 5_000)
+FILES = ("attempt", "job", "plan.json", "metrics.jsonl", "result.json", "heartbeat/rank0.json", "heartbeat/watch0.json",
+         "logs/rank0.json", "lives/0.json", "hangs/1/verdict.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_run_is_named_and_does_not_hide_the_others(
+    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "job_states", lambda jobs, patience: ({}, []))
+    make(tmp_path / "whole")
+    path = run / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for damage in DAMAGES:
+        if name == "metrics.jsonl":
+            damage += b"\n"  # a line that has not ended is being written
+        path.write_bytes(damage)
+        assert ask("--root", tmp_path).code == 1
+        told = capsys.readouterr().out
+        assert "\nwhole  4711" in told
+        assert f"demo-1 cannot be read: {path}" in told
+        assert ask(run).code == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {path}")
+        assert said.count("\n") == 1
+    path.unlink()
+    path.mkdir()
+    assert ask(run).code == 2
+    assert capsys.readouterr().err == f"error: {path}: Is a directory\n"
+
+
+def test_a_file_among_the_lives_that_is_none(run: Path) -> None:
+    (run / "lives").mkdir()
+    (run / "lives" / "notes.json").write_text("mine")
+    assert standing.lives_of(run) == []
+
+
+def test_a_run_that_is_removed_meanwhile_is_left_out(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "whole")
+
+    def answer(jobs: object, patience: float) -> tuple[dict[str, JobState], list[str]]:
+        shutil.rmtree(run)
+        return {}, []
+
+    monkeypatch.setattr(scheduler, "job_states", answer)
+    assert ask("--root", tmp_path).code == 0
+    told = capsys.readouterr().out
+    assert "whole" in told
+    assert "demo-1" not in told

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from configs import compose, runfolder
+from configs import compose, console, runfolder
 from configs.errors import UserError
 from configs.nodefolder import private_folder
 from configs.schema import Config
@@ -544,3 +544,32 @@ def test_stack_file_is_no_heartbeat(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     rank.stack_file(tmp_path, 3).write_text("x")
     assert heartbeat.read_ends(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["attempt", "job", "result.json", "heartbeat/rank0.json", "logs/rank0.json"])
+def test_going_on_with_a_damaged_run_names_the_file(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "is_frozen", lambda run: True)
+    (run / "code" / "slurm").mkdir(parents=True)
+    (run / "config.yaml").write_text(compose.to_yaml(composed(run)))
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    for damage in (b"", b'{"half', b"\0", b"\xff", b"[]"):
+        path.write_bytes(damage)
+        with pytest.raises(SystemExit) as ended:
+            console.run(submit.app, [str(run)])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert said.startswith(f"error: {path}")
+        assert said.count("\n") == 1
+
+
+def test_a_result_that_failed_its_verification_can_be_gone_on_with(run: Path) -> None:
+    for text, complete in (
+        ("{}", True),
+        ('{"verify": {"passed": true}}', True),
+        ('{"verify": {"passed": false}}', False),
+    ):
+        (run / "result.json").write_text(text)
+        assert submit.is_complete(run) is complete
