@@ -14,14 +14,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from configs.errors import UserError
 from configs.schema import Config
@@ -36,18 +34,10 @@ from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.packing import Pack, standalone
 from prefix_train.step import Stepper, update
-from prefix_train.stream import bench_gate, figures, planner, readings, sources
+from prefix_train.stream import bench_bound, bench_gate, figures, planner, readings, sources
 from prefix_train.stream.bench import ACCUMULATED, PACK, Case, parse
 from prefix_train.stream.engine import Streamed
-from prefix_train.stream.schedule import walk
-from prefix_train.stream.store import Store
 from prefix_train.tensors import digest
-
-PASSES = 2
-"""Sequential copies of the blocks, after one that fills the slots; the faster is the bandwidth."""
-
-LINK_BYTES = 256 << 20
-"""Of one copy that shows what the link can do."""
 
 LAST = "mlp.down_proj.weight"
 """What a feed-forward's output is the product with; a recomputed layer reads that of no feed-forward."""
@@ -204,8 +194,8 @@ def measure(
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
     with watch.phase("the link, and a block's matrix products alone"):
-        found["link_gb_s"] = link(device)
-        found["matrix_tflops"] = matrices(row.store, row.largest.positions, device) / 1e12
+        found["link_gb_s"] = bench_bound.link(device)
+        found["matrix_tflops"] = bench_bound.matrices(row.store, row.largest.positions, device) / 1e12
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -230,7 +220,7 @@ def _updates(
     row, root = running.row, running.root
     found["flops"] = row.flops(running.adapters())
     with watch.phase("copies without computing"):
-        found["copies_gb_s"] = copies(root, device)
+        found["copies_gb_s"] = bench_bound.copies(root, device)
     found["adapters"] = {"before": running.digest()}
     if row.case.cold:
         readings.drop(row.store)
@@ -328,62 +318,6 @@ def memory(device: torch.device, plan: dict[str, Any], driver: readings.Driver |
         beside = nbytes - torch.cuda.memory_reserved(device)
         found |= {"driver_gib": nbytes / GIB, "driver_reads": where, "beside_torch_gib": beside / GIB}
     return found
-
-
-def link(device: torch.device) -> float | None:
-    """GB/s of one large copy from pinned memory, the best of five; none on a CPU."""
-    if device.type != "cuda":
-        return None
-    source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    return max(LINK_BYTES / seconds(lambda: _copy(target, source), device) for _ in range(5)) / 1e9
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
-
-
-def copies(root: Streamed, device: torch.device) -> list[float]:
-    """GB/s of passes through the same ring, up and down as an update goes, in which nothing is computed."""
-    blocks, ring, found = len(root.anatomy.layers), root.ring, []
-    order = walk(blocks, root.lowest)
-
-    def once() -> None:
-        ring.begin(order, walk(blocks, None))
-        for index in order:
-            with ring.visit(index):
-                pass
-
-    once()
-    for _ in range(PASSES):
-        before = ring.figures.nbytes
-        spent = seconds(once, device)
-        found.append((ring.figures.nbytes - before) / spent / 1e9)
-    return found
-
-
-def matrices(store: Store, positions: int, device: torch.device) -> float:
-    """FLOP/s of the matrix products of all blocks, by themselves, with so many rows: each matrix twice forward and once
-    for the input's gradient, as an update takes them. Each shape is measured once, the best of three."""
-    shapes = Counter(stored.shape for block in store.layers for stored in block.tensors if len(stored.shape) == 2)
-    dtype, flops, spent = store.manifest.dtype, 0, 0.0
-    for (rows, columns), count in shapes.items():
-        weight = torch.randn(rows, columns, dtype=dtype, device=device)
-        source = torch.randn(positions, columns, dtype=dtype, device=device)
-        grad = torch.randn(positions, rows, dtype=dtype, device=device)
-        one = 6 * positions * rows * columns
-        again = max(1, min(20, int(2e12 // one))) if device.type == "cuda" else 1
-
-        def products(weight: Tensor = weight, source: Tensor = source, grad: Tensor = grad, again: int = again) -> None:
-            for _ in range(again):
-                torch.mm(source, weight.t())
-                torch.mm(source, weight.t())
-                torch.mm(grad, weight)
-
-        products()
-        spent += count * min(seconds(products, device) for _ in range(3)) / again
-        flops += count * one
-    return flops / spent
 
 
 def _one(name: str, case: Case, device: torch.device, tell: Tell, driver: readings.Driver | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from configs import compose
 from configs.errors import UserError
 from prefix_train.bench_pack import geometry_file
-from prefix_train.stream import bench, bench_gate, bench_row, build, frozen, random_store
+from prefix_train.stream import bench, bench_bound, bench_gate, bench_row, build, frozen, random_store
 from prefix_train.stream.bench import Case, parse, ratios, text
 from prefix_train.stream.figures import Misleading
 from prefix_train.stream.places import Choice
@@ -84,7 +84,7 @@ def test_rows_are_whole_updates_counted_from_tensors(rows: dict[str, dict[str, A
         assert row["page_cache"]["warm"] == 1.0
         assert row["ratio"] == pytest.approx(row["median_s"] / row["bound"]["s"])
         assert row["read_bytes"] > 0
-        assert len(row["copies_gb_s"]) == bench_row.PASSES
+        assert len(row["copies_gb_s"]) == bench_bound.PASSES
     assert one["read_bytes"] > pack["read_bytes"]  # one block less stays
 
 
