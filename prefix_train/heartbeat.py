@@ -26,8 +26,9 @@ PHASES = (
     *("load", "compile", "first_update", "data", "forward", "backward", "reduce", "optimizer"),
     *("save", "evaluate", "done"),
 )
-"""`data`: waiting for the update's batches, which are made in the background."""
-UPDATE_PHASES = frozenset({"compile", "first_update", "data", "forward", "backward", "reduce", "optimizer"})
+"""`compile`: kernels are compiled, ahead of the first update. `data`: waiting for the update's batches, which are made
+in the background."""
+UPDATE_PHASES = frozenset({"first_update", "data", "forward", "backward", "reduce", "optimizer"})
 KEPT_DURATIONS = 128
 
 
@@ -100,7 +101,7 @@ class Heartbeat:
             self._finish_update(now)
         if within and self._update_clock is None:
             self._update_clock = now
-        shown = "first_update" if within and name != "compile" and self._completed == 0 else name
+        shown = "first_update" if within and self._completed == 0 else name
         if shown != self._phase or number != self._update:
             self._since, self._since_clock = time.time(), now
         self._phase, self._part, self._update, self._pack = shown, name, number, pack

@@ -47,10 +47,7 @@ def main(run: Path) -> int:
     stop, beat = StopRequest(), Heartbeat(run, rank, world)
     with dist.joined(config.watch.collective_timeout_s) as ranks, Recorder(run, rank, lambda: beat.standing):
         if ranks.device.type == "cuda":
-            pinned = kernels.use_pins(dtype=config.model.dtype)
-            compiling_s = kernels.compile_ahead(config, ranks.device)
-            if rank == 0:
-                print(f"{pinned}; compiled in {compiling_s:.0f} s", flush=True)
+            ready_kernels(config, ranks, beat)
         life = Life(run, config, ranks, beat)
         with life.reporter:
             finished = life.train(stop)
@@ -63,6 +60,16 @@ def main(run: Path) -> int:
             print(line, flush=True)
     beat.phase("done")
     return 0
+
+
+def ready_kernels(config: Config, ranks: dist.Ranks, beat: Heartbeat) -> None:
+    """Pin the kernels that search, and compile them ahead: a phase of its own, for a new machine takes long for it."""
+    beat.phase("compile")
+    pinned = kernels.use_pins(dtype=config.model.dtype)
+    seconds = kernels.compile_ahead(config, ranks.device)
+    beat.phase("load")
+    if ranks.rank == 0:
+        print(f"{pinned}; compiled in {seconds:.0f} s", flush=True)
 
 
 class StopRequest:

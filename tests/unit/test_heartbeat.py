@@ -73,8 +73,12 @@ def test_the_first_update_is_one_phase_and_later_ones_are_timed(tmp_path: Path, 
 
 def test_a_named_first_update_and_compiling(tmp_path: Path, clock: list[float]) -> None:
     beats = heartbeat.Heartbeat(tmp_path, 0, 1)
-    beats.phase("compile", 1)
-    assert only(tmp_path).phase == "compile"
+    beats.phase("compile")
+    beat = only(tmp_path)
+    assert (beat.phase, beat.update, beat.completed, beat.update_clock) == ("compile", 0, 0, None)
+    beats.phase("load")
+    beat = only(tmp_path)
+    assert (beat.phase, beat.completed, beat.durations) == ("load", 0, ()), "compiling ahead is no update"
     beats.phase("first_update", 1)
     assert only(tmp_path).phase == "first_update"
     beats.phase("forward", 2)

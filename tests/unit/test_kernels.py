@@ -12,7 +12,9 @@ import torch
 
 from configs import compose, kernel_pins
 from configs.errors import UserError
-from prefix_train import kernels, trial, tune
+from configs.schema import Config
+from prefix_train import heartbeat, kernels, train, trial, tune
+from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry, read_config
 
 CONFIG = compose.load(Path(__file__).parents[1] / "data" / "period-27b.yaml")
@@ -103,6 +105,26 @@ def test_a_kernel_that_searches_one_without_a_pin_and_pins_of_another_set_are_wr
     names, found = kernels.judge_launches(launches, listed, cut_short)
     assert found == wrong
     assert names == sorted(name for name in ran if name != "helper")
+
+
+def test_kernels_are_made_ready_in_a_phase_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new machine compiles for long: that is neither loading nor an update, and has its own deadline."""
+    phases = []
+
+    def compile_ahead(config: Config, device: torch.device) -> float:
+        phases.extend(beat.phase for beat in heartbeat.read(tmp_path))
+        return 12.0
+
+    monkeypatch.setattr(kernels, "use_pins", lambda dtype: f"kernels: pinned for {dtype}")
+    monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
+    ranks = Ranks(0, 1, torch.device("cuda", 0), None)
+    train.ready_kernels(CONFIG, ranks, heartbeat.Heartbeat(tmp_path, 0, 1))
+    assert phases == ["compile"]
+    (beat,) = heartbeat.read(tmp_path)
+    assert (beat.phase, beat.completed) == ("load", 0)
+    assert capsys.readouterr().out == "kernels: pinned for bfloat16; compiled in 12 s\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
