@@ -42,6 +42,11 @@ WITHOUT_TORCH = [
     "slurm.watch",
     "slurm.finish",
     "slurm.diagnose",
+    "slurm.status",
+    "slurm.life",
+    "slurm.presence",
+    "slurm.local",
+    "preflight.__main__",
 ]
 
 NAMED_ELSEWHERE = {"inspect", "io", "json", "queue", "random", "select", "signal", "string", "time", "types", "typing"}
