@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as t
 def run_command(
     run_folder: RunFolder = None,
     package: Annotated[list[str] | None, typer.Option(help="Check this package too (repeat).")] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds until a check counts as silent.")] = None,
+    deadline: Annotated[float | None, typer.Option(min=1, help="Seconds until a check counts as silent.")] = None,
     as_json: Json = False,
 ) -> int:
     """Check this node. With a run folder its file is left there for `judge`; else the report is printed."""
@@ -60,11 +60,12 @@ def run_command(
 @app.command("collectives")
 def collectives_command(
     run_folder: Annotated[Path, typer.Argument(help="Run folder.")],
-    spawn: Annotated[int, typer.Option(help="Start so many ranks on this machine instead of being one.")] = 0,
+    spawn: Annotated[int, typer.Option(min=0, help="Start so many ranks on this machine instead of being one.")] = 0,
 ) -> int:
     """Test the collectives as one rank; start it once per rank: srun python -m preflight collectives RUN."""
     from preflight import ranks
 
+    config = _config(run_folder)[0]
     if spawn:
         ranks.forget(_folder(run_folder))
         ranks.spawn(run_folder, spawn)
@@ -72,7 +73,6 @@ def collectives_command(
         for node, finding in found:
             print(f"{finding.state}: {node}: {finding.check}: {finding.found}")
         return 0 if all(finding.state == "pass" for _, finding in found) else 1
-    config = _config(run_folder)[0]
     seconds, gpus = config.preflight.collective_deadline_s, config.slurm.gpus_per_node
     return 0 if ranks.test_rank(_folder(run_folder), run_folder, seconds, gpus).done else 1
 
@@ -81,7 +81,7 @@ def collectives_command(
 def judge_command(
     run_folder: Annotated[Path, typer.Argument(help="Run folder.")],
     nodes: Annotated[str, typer.Option(help="Nodes that should have answered, separated by commas.")] = "",
-    ranks: Annotated[int, typer.Option(help="Ranks whose collective test should have answered; 0: none.")] = 0,
+    ranks: Annotated[int, typer.Option(min=0, help="Ranks whose collective test should have answered; 0: none.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Where all is well print nothing.")] = False,
     as_json: Json = False,
 ) -> int:
@@ -104,9 +104,13 @@ def judge_command(
     between_ranks = [f"between ranks: {finding.found}" for finding in passes if len(reports) > 1]  # one node has a row
     more = [*between_ranks, *_drains(verdict, expected)]
     text = report.text(verdict) + "".join(f"{line}\n" for line in more)
-    runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
-    runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
-    runfolder.write_text(folder / "report.txt", text, run=run_folder)
+    try:
+        runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
+        runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
+        runfolder.write_text(folder / "report.txt", text, run=run_folder)
+    except OSError as error:
+        _print(verdict, as_json, text)
+        raise UserError(f"the report cannot be written into {folder}: {error.strerror or error}") from error
     if verdict.passed and not verdict.problems and not as_json:
         if quiet:
             return 0
@@ -122,7 +126,8 @@ def show_command(run_folder: Annotated[Path, typer.Argument(help="Run folder.")]
     path = _folder(run_folder) / "report.txt"
     if not path.exists():
         raise UserError(f"{path} does not exist: run `python -m preflight judge {run_folder}` first")
-    shown = path.read_text(encoding="utf-8")
+    with runfolder.reading():
+        shown = path.read_text(encoding="utf-8", errors="replace")
     sys.stdout.write(shown)
     return 0 if shown.startswith("PASS") else 1
 
@@ -134,7 +139,8 @@ def _between(folder: Path, ranks: int, nodes: list[str], config: Config) -> list
     """
     from preflight.ranks import read
 
-    answers = read(folder)
+    with runfolder.reading():
+        answers = read(folder)
     if not answers:
         found = f"none of {ranks} ranks has answered: the collective test did not begin"
         return [(pairs.THE_JOB, Finding("collective.join", "broken", found, "look at the end of the job's log"))]
@@ -165,16 +171,22 @@ def _config(run_folder: Path | None) -> tuple[Config, list[Finding]]:
 
 
 def _read(path: Path) -> NodeReport:
-    """One node's answer; a file of another form is a broken check of that node."""
+    """One node's answer; a file of another form, or of another node, is a broken check of that node."""
+    node = unquote(path.stem)
     try:
-        return NodeReport.from_json(runfolder.read_json(path))
-    except (ValueError, KeyError, TypeError) as error:
-        found = f"{path.name} is not a node's answer: {type(error).__name__}: {error}"
-        return NodeReport(unquote(path.stem), (Finding("node.answer", "broken", found, "check this node again"),))
+        found = NodeReport.from_json(runfolder.read_json(path))
+        if found.node == node:
+            return found
+        why = f"it is that of {found.node!r}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    said = f"{path.name} is not this node's answer: {why}"
+    return NodeReport(node, (Finding("node.answer", "broken", said, "check this node again"),))
 
 
 def _folder(run_folder: Path) -> Path:
-    return run_folder / runfolder.PREFLIGHT / str(runfolder.current_attempt(run_folder))
+    with runfolder.reading():
+        return run_folder / runfolder.PREFLIGHT / str(runfolder.current_attempt(run_folder))
 
 
 def _print(verdict: Verdict, as_json: bool, text: str | None = None) -> int:

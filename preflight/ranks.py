@@ -66,6 +66,13 @@ def forget(folder: Path) -> None:
 
 
 def read(folder: Path) -> list[RankReport]:
-    """All ranks' answers."""
-    documents = [runfolder.read_json(path) for path in sorted((folder / FOLDER).glob("rank*.json"))]
-    return [RankReport(**{**document, "steps": tuple(document["steps"])}) for document in documents]
+    """All ranks' answers. Raises Damaged where one is none."""
+    return [_load(path) for path in sorted((folder / FOLDER).glob("rank*.json"))]
+
+
+def _load(path: Path) -> RankReport:
+    document = runfolder.read_json(path)
+    try:
+        return RankReport(**{**document, "steps": tuple({**step} for step in document["steps"])})
+    except (KeyError, TypeError) as error:
+        raise runfolder.Damaged(f"{path} is damaged: it is not a rank's answer ({error!r})") from error

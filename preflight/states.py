@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -41,6 +42,20 @@ class NodeReport:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> NodeReport:
-        """The inverse of `to_json`; raises KeyError or TypeError on a foreign document."""
-        findings = tuple(Finding(**finding) for finding in document["findings"])
-        return cls(str(document["node"]), findings, float(document["seconds"]), float(document["wall"]))
+        """The inverse of `to_json`; raises KeyError, TypeError or ValueError on a foreign document.
+
+        An answer without a finding is none: nothing was checked.
+        """
+        findings = tuple(map(_finding, document["findings"]))
+        node, seconds, wall = document["node"], float(document["seconds"]), float(document["wall"])
+        if not isinstance(node, str) or not findings or not math.isfinite(seconds + wall):
+            raise ValueError("a name, findings, seconds and a time are expected")
+        return cls(node, findings, seconds, wall)
+
+
+def _finding(document: dict[str, Any]) -> Finding:
+    found = Finding(**document)
+    texts = (found.check, found.found, found.advice)
+    if found.state not in WORST_FIRST or {*map(type, texts)} != {str} or not isinstance(found.facts, dict):
+        raise ValueError(f"no finding: {document}"[:200])
+    return found

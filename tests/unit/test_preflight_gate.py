@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from configs import runfolder
+from configs import console, runfolder
+from configs.errors import UserError
 from preflight import __main__, drain, ranks
 from preflight.pairs import RankReport
 from preflight.programs import Answer
@@ -112,3 +115,70 @@ def test_ranks_of_a_run_on_the_cpu_see_no_gpu(
         monkeypatch.setenv(name, text)
     ranks.test_rank(run / "preflight" / "0", run, 10.0, gpus)
     assert seen["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"findings": []},  # nothing was checked
+        {"findings": [asdict(FIT) | {"state": "maybe"}]},
+        {"findings": [asdict(FIT) | {"check": 5}]},
+        {"findings": [asdict(FIT) | {"facts": None}]},
+        {"findings": 5},
+        {"wall": float("nan")},
+        {"node": None},
+        {"node": "n2"},
+    ],
+)
+def test_what_is_no_answer_of_its_node_is_a_broken_check(run: Path, change: dict[str, Any]) -> None:
+    path = run / "preflight/0/n1.json"
+    path.write_text(json.dumps(runfolder.read_json(path) | change))
+    status, bad, text = judged(run, expect=0)
+    assert (status, bad) == (1, ["n1"])
+    assert text.startswith("FAIL n1: broken: node.answer: n1.json is not this node's answer: ")
+
+
+def test_an_answer_that_cannot_be_read_is_a_broken_check(run: Path) -> None:
+    (run / "preflight/0/n1.json").unlink()
+    (run / "preflight/0/n1.json").mkdir()
+    assert judged(run, expect=0)[:2] == (1, ["n1"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "5", '{"rank": 0, "node": "n1", "steps": [5]}'])
+def test_a_ranks_damaged_answer_is_named(run: Path, text: str) -> None:
+    answer(run, 0, 1, 2, 3)
+    path = run / f"preflight/0/{ranks.FOLDER}/rank1.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(f"{path} is damaged")):
+        judged(run)
+
+
+@pytest.mark.parametrize("name", ["report.json", "report.html", "report.txt"])
+def test_a_report_that_cannot_be_written_is_still_told(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "preflight/0" / name).mkdir()
+    with pytest.raises(UserError, match=r"the report cannot be written into .*: Is a directory"):
+        judged(run, expect=0)
+    assert capsys.readouterr().out.startswith("PASS")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "--deadline", "0"),
+        ("collectives", "RUN", "--spawn", "-1"),
+        ("collectives", "NONE", "--spawn", "1"),
+        ("judge", "RUN", "--ranks", "-1"),
+        ("judge", "FILE"),
+        ("show", "FILE"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    run: Path, tmp_path: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"RUN": str(run), "NONE": str(tmp_path / "none"), "FILE": str(run / "config.yaml")}
+    with pytest.raises(SystemExit) as ended:
+        console.run(__main__.app, [places.get(argument, argument) for argument in arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
