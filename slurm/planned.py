@@ -23,7 +23,8 @@ FIGURES = ("packs", "updates", "examples", "positions", "logical_tokens", "ratio
 def sketch(config: Config) -> dict[str, Any]:
     """Figures of the first epoch's plan under `known`, or under `unknown` why there are none.
 
-    `memory` of `known`: predicted bytes of the pack with the most positions, on each GPU and pinned on each node.
+    `memory` of `known`: predicted bytes of the pack with the most positions, on each GPU and pinned on each node. More
+    than MOST_EXAMPLES are counted, not planned; `memory` is then that of one example as long as `pack.max_positions`.
     """
     if not lengths.index_path(config).exists():
         return {"unknown": NO_INDEX}
@@ -31,24 +32,29 @@ def sketch(config: Config) -> dict[str, Any]:
         index = lengths.load(config)
         if len(index.forest) > MOST_EXAMPLES:
             tokens, least = int(index.lengths.sum()), int(index.forest.length.sum())
-            return {"known": {"examples": len(index.forest), "logical_tokens": tokens, "least_positions": least}}
+            longest = Shape.of([config.pack.max_positions], [-1], config.pack.max_positions)
+            known = {"examples": len(index.forest), "logical_tokens": tokens, "least_positions": least}
+            return {"known": {**known, "memory": _memory(config, longest)}}
         run = lengths.run_plan(config, index)
         plan = run.epoch(0)
-        memory = _memory(config, index, plan)
+        memory = _memory(config, _largest(index, plan))
     except UserError as error:
         return {"unknown": str(error)}
     summary = plan_summary.summary(plan)
     return {"known": {**{name: summary[name] for name in FIGURES}, "updates_in_run": run.total, "memory": memory}}
 
 
-def _memory(config: Config, index: LengthIndex, plan: Plan) -> dict[str, int]:
-    """What the budget says of the largest pack."""
+def _largest(index: LengthIndex, plan: Plan) -> Shape:
+    """The plan's largest pack."""
     pack = max(plan.packs, key=lambda pack: (pack.positions, pack.pairs))
-    rows = int(index.targets[list(pack.members)].sum())
-    shape = Shape.of(pack.lengths, pack.parents, rows)
+    return Shape.of(pack.lengths, pack.parents, int(index.targets[list(pack.members)].sum()))
+
+
+def _memory(config: Config, shape: Shape) -> dict[str, int]:
+    """What the budget says of a pack."""
     found = planner.make(config, shape).budget if config.engine == "stream" else budget.predict(config, shape)
     sizes = {"gpu_bytes": found.total("gpu"), "host_bytes_per_node": found.total("host")}
-    return {"positions": pack.positions, **sizes}
+    return {"positions": shape.positions, **sizes}
 
 
 def lines(config: Config, found: dict[str, Any]) -> list[str]:
@@ -60,17 +66,20 @@ def lines(config: Config, found: dict[str, Any]) -> list[str]:
     if "packs" not in known:
         plan = (
             f"plan    {known['examples']:,} examples of {known['logical_tokens']:,} tokens, "
-            f"{known['least_positions']:,} positions at best"
+            f"{known['least_positions']:,} positions at best; packs and updates: prefix-train plan CONFIG"
         )
-        more = "packs, updates and memory: prefix-train plan CONFIG, prefix-train budget CONFIG"
-        return [plan, f"memory  not known yet; {more}"]
+        return [plan, _sizes(config, known["memory"], "one example as long as pack.max_positions")]
     plan = (
         f"plan    {known['updates_in_run']:,} updates, {known['updates']:,} per epoch; {known['examples']:,} examples "
         f"in {known['packs']:,} packs: {known['positions']:,} positions for {known['logical_tokens']:,} logical "
         f"tokens, {known['ratio']:.1f} times fewer"
     )
-    memory = known["memory"]
+    return [plan, _sizes(config, known["memory"], "the largest pack")]
+
+
+def _sizes(config: Config, memory: dict[str, int], what: str) -> str:
+    """The line of `_memory`'s answer."""
     where = "on each GPU" if config.slurm.gpus_per_node else "for each rank"
     pinned = f"{memory['host_bytes_per_node'] / GIB:.1f} GiB pinned on each node"
     sizes = f"{memory['gpu_bytes'] / GIB:.1f} GiB {where}, {pinned}"
-    return [plan, f"memory  {sizes}, predicted for the largest pack ({memory['positions']:,} positions)"]
+    return f"memory  {sizes}, predicted for {what} ({memory['positions']:,} positions)"

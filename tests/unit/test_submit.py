@@ -248,14 +248,23 @@ def test_plan_is_told_from_the_length_index(tmp_path: Path) -> None:
     )
 
 
-def test_plan_of_much_data_is_only_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_data_is_counted_not_planned_and_memory_is_that_of_one_full_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(planned, "MOST_EXAMPLES", 63)
-    config = with_index(tmp_path, 64)
-    found = planned.sketch(config)
-    assert found == {"known": {"examples": 64, "logical_tokens": 64 * 52, "least_positions": 50 + 128}}
-    plan, memory = planned.lines(config, found)
-    assert plan == "plan    64 examples of 3,328 tokens, 178 positions at best"
-    assert "prefix-train budget CONFIG" in memory
+    config = with_index(tmp_path, 64, "memory.offload=auto")
+    found = planned.sketch(config)["known"]
+    expected = budget.predict(config)
+    sizes = {"gpu_bytes": expected.total("gpu"), "host_bytes_per_node": expected.total("host")}
+    counted = {"examples": 64, "logical_tokens": 64 * 52, "least_positions": 50 + 128}
+    assert found == {**counted, "memory": {"positions": 96, **sizes}}
+    plan, memory = planned.lines(config, {"known": found})
+    assert plan.startswith("plan    64 examples of 3,328 tokens, 178 positions at best; packs and updates:")
+    gpu, host = (size / budget.GIB for size in sizes.values())
+    assert memory == (
+        f"memory  {gpu:.1f} GiB on each GPU, {host:.1f} GiB pinned on each node, predicted for one example as long as "
+        "pack.max_positions (96 positions)"
+    )
 
 
 def test_without_a_fitting_index_it_is_said_why(tmp_path: Path) -> None:
