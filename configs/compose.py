@@ -241,6 +241,8 @@ def _convert(setting: Setting, kind: Any, inside: list[str]) -> Any:
     if get_origin(kind) is dict:
         free = get_args(kind)[1] is Any
         if inside:
+            if not free and len(inside) > 1:
+                raise UserError(f"{where}: no name within it can have a dot")
             return _escape(_natural(_flow(node, where), where) if free else _text(node, where))
         return _dictionary(_flow(node, where), where, free)
     if get_origin(kind) is list:

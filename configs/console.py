@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ def run(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
         _complain(str(mistake))
     except UsageError as mistake:
         _complain(f"{_message(mistake)} (see --help)")
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _complain(f"{str(error.filename)[:80]}...: {error.strerror}")
     except typer.Abort:
         sys.exit(130)
     sys.exit(status if isinstance(status, int) else 0)

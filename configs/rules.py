@@ -89,7 +89,7 @@ def check(config: Config, source: str) -> None:
 
 def time_limit_s(text: str) -> int:
     """Seconds of a time limit as Slurm writes it: `m`, `m:s`, `h:m:s`, `d-h`, `d-h:m`, `d-h:m:s`. ValueError else."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if match is None:
         raise ValueError(f"{text!r} is not a time limit")
     days, *parts = match.groups()

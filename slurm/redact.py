@@ -24,7 +24,7 @@ NOTHING = frozenset({"null", "none", "true", "false", "~"})
 
 SETTING = re.compile(
     r"""(?ix) (?<![\w.-]) (?P<name> (?:(?:api|access|private|secret)[ ])? [\w.-]++ )
-        (?: (?P<quote>["']?) \]? [ \t]* (?:[:=]+>?|(?<=[ \t])(?:is|was)(?=[ \t])) [ \t]*
+        (?: (?P<quote>["']?) \]? [ \t]* (?:[:=]+>?|->|\t|(?<=[ \t])(?:is|was)(?=[ \t])) [ \t]*
           | (?<=[\w.-]) (?:["'],?\s*(?=["']) | [ \t]+(?![ \t:=]|is[ \t]|was[ \t])) (?P<option>) )"""
 )
 """A name and what stands between it and its value; `option`: nothing but space or the quotes of a list."""
@@ -40,11 +40,16 @@ SHAPED = re.compile(
           | gh[pousr]_[A-Za-z0-9]{4,} | github_pat_\w{4,} | glpat-[\w-]{4,} | (?:npm|pypi)[_-][A-Za-z0-9_-]{16,}
           | sk-(?!learn\b)[A-Za-z0-9_-]{5,} | xox[a-z]-[A-Za-z0-9-]{3,}
           | (?:AKIA|ASIA)[A-Z0-9]{4,} | AIza[\w-]{8,} | eyJ[\w-]{5,}(?:\.[\w-]*){0,2} )
+        | (?<=hooks\.slack\.com/services/)[\w/]+
         | (?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])
         | (?<=://)[^\s/"]{1,500}(?=@) | (?<=://)[^\s/:@"]{0,99}:(?!\d+/)[^\s@"]{0,500}(?=@)""",
     re.DOTALL,
 )
 """What is a key by its looks: of known services, private keys, 40 hexadecimal digits, who asks within an address."""
+SIGNED = re.compile(r"(?i)([?&](?:sig|(?:x-(?:amz|goog)-)?(?:signature|credential|security-token))=)[^\s&\"']+")
+"""Addresses that open by themselves what they lead to."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""A terminal's; it would stand between a name and its value."""
 BEARER = re.compile(r"(?i)(\bbearer\s+)[\w.~+/-]{8,}=*")
 MIXED = re.compile(
     r"(?<![\w/+.-])(?=[A-Za-z0-9+_-]*[a-z])(?=[A-Za-z0-9+_-]*[A-Z])(?=[A-Za-z0-9+_-]*\d)[A-Za-z0-9+_-]{40,}+={0,2}"
@@ -72,7 +77,7 @@ def redact(text: str) -> str:
 
     Lines that go on a value, indented deeper than its name, are left out.
     """
-    text = BEARER.sub(rf"\1{MASK}", SHAPED.sub(MASK, text))
+    text = SIGNED.sub(rf"\1{MASK}", BEARER.sub(rf"\1{MASK}", SHAPED.sub(MASK, COLOUR.sub("", text))))
     kept: list[str] = []
     inside: int | None = None
     for line in text.split("\n"):

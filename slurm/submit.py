@@ -57,6 +57,12 @@ def resolve(config: Config, folder: Path) -> Config:
         config.data, train=absolute(config.data.train) or "", heldout=absolute(config.data.heldout)
     )
     path = config.model.path
+    given = {"model.path": path, "data.train": config.data.train, "data.heldout": config.data.heldout}
+    for key, text in {**given, "run_root": config.run_root}.items():
+        if text is not None and text.startswith("~"):
+            raise UserError(
+                f"{key}: {text}: only a shell knows what ~ stands for: write the whole path, or ./~ for a ~"
+            )
     model = dataclasses.replace(config.model, path=absolute(path if path is None else str(modelpath.locate(path))))
     needed = {"model.path": model.path}
     if data.prepare == "none":

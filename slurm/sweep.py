@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -20,14 +21,14 @@ def combinations(sweeps: Sequence[str]) -> list[list[str]]:
     keys = [axis[0].partition("=")[0] for axis in axes]
     if len(set(keys)) < len(keys):
         raise UserError(f"--sweep: {max(keys, key=keys.count)} is given twice")
-    found = [list(chosen) for chosen in itertools.product(*axes)]
-    if not 2 <= len(found) <= MOST:
-        raise UserError(f"--sweep: {len(found)} runs; give between 2 and {MOST} (KEY=VALUE,VALUE,...)")
-    return found
+    if not 2 <= (number := math.prod(map(len, axes))) <= MOST:
+        raise UserError(f"--sweep: {number} runs; give between 2 and {MOST} (KEY=VALUE,VALUE,...)")
+    return [list(chosen) for chosen in itertools.product(*axes)]
 
 
 def _axis(text: str) -> list[str]:
     key, equals, values = text.partition("=")
+    key = key.strip()
     if not equals or not key:
         raise UserError(f"--sweep {text}: write KEY=VALUE,VALUE,...")
     if SHARED.fullmatch(key):

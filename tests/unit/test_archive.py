@@ -40,6 +40,12 @@ NAMED = [
     ('password: "correct horse battery staple"', "battery"),
     ("cookie: session=abc; path=/", "session"),
     ("passphrase: two words", "two"),
+    ("\x1b[36mWANDB_API_KEY\x1b[0m=localkey1234", "localkey1234"),
+    ("WANDB_API_KEY\tlocalkey1234", "localkey1234"),
+    ("WANDB_API_KEY -> localkey1234", "localkey1234"),
+    ("https://bucket/file?X-Amz-Expires=60&X-Amz-Signature=0a1b2c", "0a1b2c"),
+    ("https://account/file?sv=2026&sig=0a1b%3D", "0a1b"),
+    ("https://hooks.slack.com/services/T0/B0/word", "word"),
 ]
 KEPT = [
     "update 7/20  loss 0.1234  1,234 logical tokens/s",
@@ -52,6 +58,8 @@ KEPT = [
     "tokens per second: 5",
     "tokenizer.json: missing",
     "author: Me",
+    "signature: (hidden_states, attention_mask)",
+    "https://host/page?update=7&signal=9",
 ]
 
 

@@ -285,6 +285,7 @@ BROKEN = [
     (["slurm.extra.cpus-per-task=1"], "use slurm.cpus_per_task instead"),
     (["slurm.extra.ntasks-per-node=1"], "use slurm.tasks_per_node instead"),
     (["slurm.extra.output=x"], "the suite sets --output itself"),
+    (["slurm.time=\uff11:00:00"], "write minutes, h:mm:ss or d-h:mm:ss"),
     (["slurm.extra.export=NONE"], "begin with ALL"),
     (["slurm.extra.Foo=x"], "no long name"),
     (["slurm.time=soon"], "write minutes, h:mm:ss or d-h:mm:ss"),
@@ -322,3 +323,7 @@ def test_time_limit(text: str, seconds: int) -> None:
 def test_composing_needs_no_torch() -> None:
     code = "import sys, configs.compose; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_name_within_an_option_cannot_have_a_dot(base: Path) -> None:
+    assert "slurm.extra.a.b: no name within it can have a dot" in mistake(load, base, ["slurm.extra.a.b=x"])

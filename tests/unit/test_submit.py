@@ -96,6 +96,22 @@ def test_what_is_not_there_is_said_before_anything_is_made(tmp_path: Path, missi
         submit.resolve(config, tmp_path)
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.heldout", "model.path", "run_root"])
+def test_a_home_folder_that_no_shell_has_put_in_is_not_made_where_one_stands(tmp_path: Path, key: str) -> None:
+    (tmp_path / "t").write_text("")
+    more = ["model.build=null"] if key == "model.path" else []
+    with pytest.raises(UserError, match=f"{key}: ~/mine: only a shell knows"):
+        submit.resolve(composed(tmp_path, "data.train=t", *more, f"{key}=~/mine"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 5000])
+def test_a_name_that_is_too_long_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        console.run(submit.app, [name])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {'x' * 80}...: File name too long\n"
+
+
 # The script
 
 
