@@ -19,10 +19,13 @@ from slurm import evidence, verdict
 from slurm.evidence import Alarm, Node, Rank, Seen
 from slurm.verdict import Verdict
 
-WAIT_S = 27.0
-"""How long the judging watcher waits for the evidence of all nodes."""
+WAIT_S = 28.0
+"""How long after it began to look the judging watcher waits for the evidence of all nodes; looking takes 26 s at most
+by default. With a poll before and one behind, the verdict is there half a minute after the alarm."""
 SHORT_WAIT_S = 5.0
-"""The same where the ranks are ended in any case, because the job has little time left."""
+"""How long after its own evidence where the ranks are ended in any case, because the job has little time left."""
+MOMENT_S = 2.0
+"""How long after its own evidence at least."""
 TURN_S = 3.0
 """After how much longer each further node's watcher judges in its place."""
 BEING_RAISED_S = 10.0
@@ -60,6 +63,14 @@ def _is_open(folder: Path, attempt: int) -> bool:
         return not is_stale(folder)
     forgotten = alarm.only_look and time.time() - alarm.time > ANSWER_S and not evidence.answered(folder)
     return alarm.attempt == attempt and not forgotten
+
+
+def waiting_since(alarm: Alarm, began: float, ended: float) -> float:
+    """From when on the others' evidence is waited for by a watcher that looked from `began` to `ended` (monotonic).
+
+    All nodes look at the same time, so what that takes counts.
+    """
+    return ended if alarm.must_end else max(began, ended - WAIT_S + MOMENT_S)
 
 
 def is_my_turn(alarm: Alarm, node: int, complete: bool, waited_s: float) -> bool:

@@ -79,7 +79,7 @@ class Watcher:
         self.suspects: dict[int, int] = {}
         """Polls in a row that found a rank past its deadline."""
         self.answered: dict[Path, float] = {}
-        """Alarms that evidence was given for, and when."""
+        """Alarms that evidence was given for, and from when on the other nodes' is waited for."""
         self.obeyed: set[Path] = set()
         """Alarms whose verdict was acted on, and those of earlier lives."""
         self.has_gpus, self.computing = has_gpus, gpus.Computing()
@@ -224,8 +224,9 @@ class Watcher:
                 self.obeyed.add(folder)
             return None
         if found is None and folder not in self.answered:
+            began = time.monotonic()
             evidence.write(folder, collect.collect(self._scene()), self.run)
-            self.answered[folder] = time.monotonic()
+            self.answered[folder] = alarms.waiting_since(alarm, began, time.monotonic())
             self.pauses.rest()
         if found is None:
             found = self._judge(folder, alarm)

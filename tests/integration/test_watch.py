@@ -23,8 +23,8 @@ from configs.errors import UserError
 from configs.runfolder import StaleAttempt
 from configs.schema import WatchConfig
 from prefix_train import heartbeat
-from slurm import alarms, deadlines, evidence, stacks, verdict, watch
-from slurm.evidence import Alarm
+from slurm import alarms, collect, deadlines, evidence, stacks, verdict, watch
+from slurm.evidence import Alarm, Node
 from slurm.watch import Watcher
 from tests.standins import make_clone, run_folder, submit, wait_for
 
@@ -401,6 +401,32 @@ def test_a_verdict_is_reached_when_the_watcher_that_noticed_is_gone(
     assert found is not None
     assert (found.kind, found.ranks) == ("gil_held", (1,))
     assert any("rank 0: no evidence from its node" in reason for reason in found.missing)
+
+
+def test_a_node_that_gives_nothing_is_waited_for_from_the_alarm_on(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this node's own looking takes does not come on top."""
+    look = collect.collect
+
+    def slow(scene: collect.Scene) -> Node:
+        time.sleep(6)
+        return look(scene)
+
+    monkeypatch.setattr(collect, "collect", slow)
+    monkeypatch.setattr(alarms, "WAIT_S", 8.0)
+    ranks.start("lock", "sleep")
+    ranks.wait_for_update(6)
+    (ended,) = watch_in_threads(node_watchers(ranks)[:1])
+    assert ended.result(60) == watch.HUNG
+    folder = ranks.run / "hangs" / "1"
+    alarm = evidence.read_alarm(folder)
+    assert alarm is not None
+    took = (folder / verdict.JSON).stat().st_mtime - alarm.time
+    assert 8 <= took < 13, "own looking and the whole wait would be 14 s at least"
+    found = verdict.load(folder)
+    assert found is not None
+    assert any("rank 1: no evidence from its node" in reason for reason in found.missing)
 
 
 def test_asking_how_a_job_stands_ends_nothing(ranks: Ranks) -> None:

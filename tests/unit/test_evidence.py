@@ -107,6 +107,15 @@ def test_who_judges() -> None:
     assert alarms.is_my_turn(asked, 0, complete=True, waited_s=0)
 
 
+def test_what_a_watchers_own_looking_takes_counts_as_waiting() -> None:
+    assert alarms.waiting_since(ALARM, 100.0, 107.0) == 100.0
+    slow = alarms.waiting_since(ALARM, 100.0, 140.0)
+    assert not alarms.is_my_turn(ALARM, 1, complete=False, waited_s=141.0 - slow), "the others are as slow"
+    assert alarms.is_my_turn(ALARM, 1, complete=False, waited_s=142.1 - slow)
+    must = dataclasses.replace(ALARM, must_end=True)
+    assert alarms.waiting_since(must, 100.0, 107.0) == 107.0
+
+
 def test_last_words_of_ranks_that_nobody_watches_any_more(tmp_path: Path) -> None:
     for rank in range(3):
         heartbeat.Heartbeat(tmp_path, rank, 3).phase("forward", 4)
