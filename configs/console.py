@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ def make_app(help_text: str) -> typer.Typer:
 
 def run(app: typer.Typer, argv: Sequence[str] | None = None) -> NoReturn:
     """Run `app` and exit: 0, the command's own status, or 2 and one line on stderr for a user's mistake."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file's name need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = app(args=list(argv) if argv is not None else None, standalone_mode=False)
     except UserError as mistake:

@@ -118,7 +118,9 @@ def _slurm(one: Standing) -> str:
 
 
 def _age(one: Standing) -> str:
-    return "no heartbeat" if one.age_s is None else f"{one.age_s:.0f} s ago"
+    if one.age_s is None:
+        return "no heartbeat"
+    return f"{one.age_s:.0f} s ago" if one.age_s > -1 else f"{-one.age_s:.0f} s ahead of this clock"
 
 
 def _figures(one: Standing) -> str:

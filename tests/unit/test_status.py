@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import socket
@@ -277,3 +278,18 @@ def test_a_run_that_is_removed_meanwhile_is_left_out(
     told = capsys.readouterr().out
     assert "whole" in told
     assert "demo-1" not in told
+
+
+def test_a_heartbeat_from_the_future_is_said_to_be_one(run: Path) -> None:
+    heartbeat.Heartbeat(run, 0, 2).phase("forward", 1)
+    assert "1/2 1000 s ahead of this clock" in status.table([standing.look(run, None, time.time() - 1000)])
+
+
+def test_a_run_whose_name_is_no_text(tmp_path: Path) -> None:
+    make(tmp_path / os.fsdecode(b"demo-\xff"))
+    program = [sys.executable, "-m", "slurm.status", "--root", str(tmp_path), "--json"]
+    done = subprocess.run(program, capture_output=True, check=False, env=os.environ | {"PATH": ""})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\ndemo-\\udcff  4711" in done.stdout
+    (one,) = json.loads(done.stdout.splitlines()[-1])["runs"]
+    assert os.fsencode(one["run"]) == bytes(tmp_path / os.fsdecode(b"demo-\xff"))
