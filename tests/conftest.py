@@ -27,6 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if REPLAY.search(item.name)]
 
 
+def pytest_runtest_setup() -> None:
+    """A command that begins a run's life says so in its own process: here in that of the tests that follow."""
+    os.environ.pop("PREFIX_TRAIN_ATTEMPT", None)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if not config.getoption("--replays"):
         return
