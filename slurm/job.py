@@ -123,6 +123,8 @@ def rank_environment(config: Config, place: Place, environment: Mapping[str, str
     }
     if DEVICES in environment:
         found["CUDA_VISIBLE_DEVICES"] = environment[DEVICES]
+    if config.engine == "stream":  # under a hard budget what is left between blocks has to be of use
+        found["PYTORCH_ALLOC_CONF"] = environment.get("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if config.slurm.gpus_per_node:
         found |= flight.environment(private_folder() / "nccl", place.port)
     return found

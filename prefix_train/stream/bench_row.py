@@ -254,7 +254,7 @@ def plan_of(row: Row) -> dict[str, Any]:
         "needed_gib": plan.needed / GIB,
         "budget_gib": plan.limit / GIB,
         "resident_blocks": plan.resident,
-        "context_gib": planner.CONTEXT / GIB if row.config.slurm.gpus_per_node else 0.0,
+        "context_gib": (planner.CONTEXT + planner.FRAGMENTS) / GIB if row.config.slurm.gpus_per_node else 0.0,
         "read_bytes": plan.reads(),
         "terms_gib": {term.name: term.bytes / GIB for term in plan.budget.at_most("gpu")},
     }

@@ -23,8 +23,12 @@ from prefix_train.stream.schedule import reads
 
 MANIFEST = "manifest.json"
 
-CONTEXT = 640 << 20
-"""Bytes that a CUDA context and its libraries take of a GPU besides torch's allocator."""
+CONTEXT = 832 << 20
+"""Bytes that a CUDA context and its libraries take of a GPU besides torch's allocator: 0.81 GiB by the driver of an
+H200, in every row of tests/bench/results/stream.json."""
+
+FRAGMENTS = 160 << 20
+"""Bytes that torch's allocator holds and cannot hand out: 118 and 158 MiB where it ran out (the same rows)."""
 
 WORKSPACES = 2 * 32 << 20
 """Bytes that cuBLAS takes of torch's allocator on Hopper: for the thread that goes forward, and for autograd's."""
@@ -255,10 +259,11 @@ def _weights(config: Config, files: Files, resident: int, found: Budget) -> list
     tiles = min(HEAD_TILES, -(-words // tile))
     one = tensor_bytes(tile, found.geometry.hidden, itemsize=ITEMSIZE[config.model.dtype])
     trained = next(term for term in found.terms if term.name == "trained parameters")
-    context, workspaces = (CONTEXT, WORKSPACES) if config.slurm.gpus_per_node else (0, 0)
+    context, workspaces, lost = (CONTEXT, WORKSPACES, FRAGMENTS) if config.slurm.gpus_per_node else (0, 0, 0)
     return [
         Term("CUDA context", context, "gpu", "context and libraries"),
         Term("workspaces", workspaces, "gpu", "cuBLAS's, one for each direction"),
+        Term("fragments", lost, "gpu", "what torch's allocator cannot hand out"),
         Term("slots", slots * largest, "gpu", f"{slots} x {largest:,} B, the largest block that passes through"),
         Term("resident blocks", sum(staying), "gpu", f"{resident} of {len(files.blocks)} blocks"),
         Term("tiles of the head", tiles * one, "gpu", f"{tiles} x {tile:,} words x {found.geometry.hidden:,}"),

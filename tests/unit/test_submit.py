@@ -9,6 +9,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -394,6 +395,11 @@ def test_rank_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (
         found["TRITON_CACHE_DIR"] != job.rank_environment(config, place._replace(local_rank=0), {})["TRITON_CACHE_DIR"]
     )
+    assert "PYTORCH_ALLOC_CONF" not in found
+    streamed = job.rank_environment(replace(config, engine="stream"), place, {})
+    assert streamed["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    own = {"PYTORCH_ALLOC_CONF": "backend:native"}
+    assert job.rank_environment(replace(config, engine="stream"), place, own)["PYTORCH_ALLOC_CONF"] == "backend:native"
 
 
 def test_kernel_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
