@@ -44,9 +44,13 @@ def rows(demo: dict[str, Any], cpu: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _is_whole(row: dict[str, Any]) -> bool:
+    return row["row"] == "packed" and row["case"]["layers"] is None and not row.get("partial")
+
+
 def gpu_rows(pack: dict[str, Any]) -> list[tuple[str, str]]:
     """(what, figure) of the newest whole row of the pack on a GPU, and of the newest ratio to FlexAttention."""
-    whole = [row for row in pack["rows"] if row["row"] == "packed" and row["case"]["layers"] is None]
+    whole = [row for row in pack["rows"] if _is_whole(row)]
     row, flex = whole[-1], [ratio for ratio in pack["ratios"] if "flex" in ratio][-1]
     case, memory, used = row["case"], row["memory"], row["model_utilisation"]
     shape = f"{case['prefix']:,} + {case['continuations']} x {case['length']:,} tokens"

@@ -55,6 +55,7 @@ FAULTS = [
     Fault("one pack less", "missing_rank", "hang", True, nodes=3),  # of two ranks nobody can say which is wrong
     Fault("lock in a thread", "gil_held", "hang", True),
     Fault("kernel in forward", "io_blocked", "hang", True),
+    Fault("data sleeps", "data_starved", "hang", True),
     Fault("killed", "rank_died", "died", True),
     Fault("other size", "size_mismatch", "died", True, nodes=3),
     Fault("raise in backward", "rank_raised", "raised", False),
