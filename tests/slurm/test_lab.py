@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
+
+import psutil
 
 from tests.slurm.lab import Lab, wait_for
 
@@ -28,3 +32,26 @@ def test_exit_status_and_state_of_a_job(lab: Lab, tmp_path: Path) -> None:
     assert lab.wait_end(job) == "FAILED"
     assert lab.exit_status(job) == 7
     assert (tmp_path / "out").read_text() == "node1\n"
+
+
+def test_stopping_leaves_nothing_and_may_be_repeated(lab: Lab) -> None:
+    """A second cluster beside the one that the tests share."""
+    root = Path(tempfile.mkdtemp(prefix="slb", dir="/tmp"))
+    other = Lab(root, nodes=1)
+    try:
+        other.start(die_with_caller=True)
+        assert other.run("srun", "hostname").stdout == "node1\n"
+        assert left_of(root)
+    finally:
+        other.stop()
+    other.stop()
+    assert not left_of(root)
+    assert str(root) not in Path("/proc/self/mountinfo").read_text()
+    shutil.rmtree(root)
+    assert lab.run("srun", "-w", "node1", "hostname").stdout == "node1\n", "the first one runs on"
+
+
+def left_of(root: Path) -> list[str]:
+    """Commands of running processes that name `root`."""
+    commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [command for command in commands if str(root) in command]
