@@ -55,7 +55,10 @@ def build(source: Source, folder: Path, choice: Choice, progress: Progress = lam
     Raises UserError where it holds anything else, another process builds it, or the disk cannot hold it.
     """
     blocks = places.place(source.model, choice)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"no store can be made in {folder}: {error.strerror}: give another --out") from error
     planned = Manifest(
         manifests.FORMAT,
         json.loads(source.model.config.to_json_string(use_diff=False)),
@@ -87,9 +90,13 @@ def _finished(folder: Path, planned: Manifest) -> Store:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what only an unfinished store needs."""
+    """Remove what only an unfinished store needs; where it lies on a disk that is read-only now it does no harm."""
     for name in (BUILDING, LOCK):
-        (folder / name).unlink(missing_ok=True)
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
 
 
 def _without_hashes(manifest: Manifest) -> Manifest:

@@ -414,3 +414,18 @@ def test_the_32b_store_would_take_the_bytes_that_are_said() -> None:
     assert round(sizes[streams.NF4] / 1e9, 2) == 17.55
     assert round(sizes[streams.NF4_TWICE] / 1e9, 2) == 16.1
     assert round(sizes[streams.BF16] / 1e9, 1) == 62.4
+
+
+@pytest.mark.parametrize("where", ["a file", "below a file", "in /proc", "a link to nothing"])
+def test_a_place_where_no_store_can_be_is_one_line(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    folder = {
+        "a file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "store",
+        "in /proc": Path("/proc/store"),
+        "a link to nothing": tmp_path / "link",
+    }[where]
+    with pytest.raises(UserError, match=r"no store can be made in .*: give another --out$") as found:
+        converted(saved(tmp_path / "model"), folder)
+    assert "\n" not in str(found.value)
