@@ -83,16 +83,20 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Which examples meet in which pack, and what sharing saves. Example: prefix-train plan data.jsonl --model M"""
-    from prefix_train import indexing, lengths, plan_summary
+    from prefix_train import indexing, lengths, near_misses, plan_summary
+    from prefix_train.tree import Trie
 
     config = read_data(where, model, overrides) if where.suffix == ".jsonl" else read(where, overrides)
-    index = indexing.make_index(config)
+    renderer, trie = indexing.renderer_of(config.model), Trie()
+    index = indexing.make_index(config, renderer, trie)
     plan = lengths.run_plan(config, index)
-    summary = plan_summary.summary(plan.epoch(0)) | {"updates_in_run": plan.total, "skipped": list(index.skipped)}
+    missed = near_misses.summary(near_misses.find(trie), index.sources, renderer.text_of)
+    summary = plan_summary.summary(plan.epoch(0))
+    summary |= {"updates_in_run": plan.total, "skipped": list(index.skipped), "near_misses": missed}
     if where.is_dir():
         runfolder.write_json(where / runfolder.PLAN, summary, run=where)
     left_out = "".join(f"\nleft out      {line}" for line in index.skipped)
-    answer(summary, plan_summary.describe(plan.epoch(0)) + left_out, as_json)
+    answer(summary, plan_summary.describe(plan.epoch(0)) + near_misses.describe(missed) + left_out, as_json)
 
 
 def read_data(data: Path, model: Path | None, overrides: list[str] | None) -> Config:

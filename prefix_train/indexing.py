@@ -12,6 +12,7 @@ from prefix_train import lengths, tiny
 from prefix_train.data import load_examples
 from prefix_train.lengths import LengthIndex
 from prefix_train.render import Renderer
+from prefix_train.tree import Trie
 
 
 def renderer_of(model: ModelConfig) -> Renderer:
@@ -25,10 +26,14 @@ def renderer_of(model: ModelConfig) -> Renderer:
     return Renderer(processor, AutoConfig.from_pretrained(folder, local_files_only=True, **more))
 
 
-def make_index(config: Config) -> LengthIndex:
-    """Render all training examples, write the index to its place, return it. Raises UserError for a bad example."""
+def make_index(config: Config, renderer: Renderer | None = None, trie: Trie | None = None) -> LengthIndex:
+    """Render all training examples, write the index to its place, return it. Raises UserError for a bad example.
+
+    renderer: `renderer_of(config.model)`, where it is there already. trie: an empty one that is filled.
+    """
     most = config.data.max_example_tokens or config.pack.max_positions
-    examples = load_examples(Path(config.data.train), renderer_of(config.model), most, config.data.on_bad_example)
-    index = lengths.build(config, examples, examples.skipped)
+    renderer = renderer or renderer_of(config.model)
+    examples = load_examples(Path(config.data.train), renderer, most, config.data.on_bad_example)
+    index = lengths.build(config, examples, examples.skipped, trie=trie)
     lengths.write(lengths.index_path(config), index)
     return index

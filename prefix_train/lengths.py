@@ -113,12 +113,19 @@ def fingerprint(keys: Ints) -> int:
 
 
 def build(
-    config: Config, examples: Iterable[Rendered], skipped: Sequence[str] = (), data: Path | None = None
+    config: Config,
+    examples: Iterable[Rendered],
+    skipped: Sequence[str] = (),
+    data: Path | None = None,
+    trie: Trie | None = None,
 ) -> LengthIndex:
-    """The index of `examples`, rendered from `data` (`data.train` by default), each looked at once."""
+    """The index of `examples`, rendered from `data` (`data.train` by default), each looked at once.
+
+    trie: an empty one, to be filled with the examples' keys by who wants to look at them afterwards.
+    """
     path = _data(config, data)
     stamp = _stamp(path)
-    trie = Trie()
+    trie = Trie() if trie is None else trie
     sources: list[str] = []
     targets: list[int] = []
     fingerprints: list[int] = []

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,13 @@ class Renderer:
             answer=text[start:end],
             prompt_length=int(np.argmax(target)),
         )
+
+    def text_of(self, keys: NDArray[np.int64]) -> str:
+        """Some of an example's `keys` as text, for a person: what an image's placeholders stand for is `(image)`."""
+        texts: list[str] = []
+        for image, run in groupby(keys.tolist(), key=lambda key: min(key, 0)):
+            texts.append("(image)" if image else str(self._tokenizer.decode(list(run))))
+        return "".join(texts)
 
     def _refuse_misfits(self, config: PreTrainedConfig) -> None:
         name = type(self._processor).__name__

@@ -82,40 +82,47 @@ def build_forest(keys: Iterable[Ints], min_shared: int) -> Forest:
     return trie.forest(min_shared)
 
 
-class _Node:
+class Node:
     """A run of tokens, what may follow it by first token, and the examples that end with it."""
 
     __slots__ = ("children", "ends", "source", "start", "tokens")
 
     def __init__(self, tokens: Ints, start: int, source: int) -> None:
         self.tokens, self.start, self.source = tokens, start, source
-        self.children: dict[int, _Node] = {}
+        self.children: dict[int, Node] = {}
         self.ends: list[int] = []
+
+    def split(self, at: int) -> Node:
+        """End after the first `at` tokens; the rest becomes the only child, and is returned."""
+        rest = Node(self.tokens[at:], self.start + at, self.source)
+        rest.children, rest.ends = self.children, self.ends
+        self.tokens, self.children, self.ends = self.tokens[:at], {int(rest.tokens[0]): rest}, []
+        return rest
 
 
 class Trie:
-    """A compressed trie that examples are inserted into one after the other."""
+    """A compressed trie that examples are inserted into one after the other. top: its root, without tokens."""
 
     def __init__(self) -> None:
         self.examples = 0
-        self._top = _Node(np.empty(0, np.int64), 0, 0)
+        self.top = Node(np.empty(0, np.int64), 0, 0)
 
     def insert(self, keys: Ints) -> None:
         """Add the next example: [L] int64, L at least 1."""
         keys = np.asarray(keys, dtype=np.int64)
         if keys.ndim != 1 or not len(keys):
             raise ValueError(f"example {self.examples} has keys of shape {keys.shape}; it needs at least one token")
-        node, at = self._top, 0
+        node, at = self.top, 0
         while at < len(keys):
             child = node.children.get(int(keys[at]))
             if child is None:
-                child = _Node(keys[at:].copy(), at, self.examples)
+                child = Node(keys[at:].copy(), at, self.examples)
                 node.children[int(keys[at])] = child
                 at = len(keys)
             else:
-                shared = _common(child.tokens, keys[at:])
+                shared = common(child.tokens, keys[at:])
                 if shared < len(child.tokens):
-                    _split(child, shared)
+                    child.split(shared)
                 at += shared
             node = child
         node.ends.append(self.examples)
@@ -128,7 +135,7 @@ class Trie:
         end: list[int] = []
         source: list[int] = []
         last = np.empty(self.examples, np.int64)
-        stack = [(branch, -1) for branch in reversed(_branches(self._top, min_shared))]
+        stack = [(branch, -1) for branch in reversed(_branches(self.top, min_shared))]
         while stack:
             branch, above = stack.pop()
             index = len(parent)
@@ -149,16 +156,16 @@ class _Branch:
 
     __slots__ = ("below", "node")
 
-    def __init__(self, node: _Node, below: list[_Branch]) -> None:
+    def __init__(self, node: Node, below: list[_Branch]) -> None:
         self.node, self.below = node, below
 
 
-def _branches(top: _Node, min_shared: int) -> list[_Branch]:
+def _branches(top: Node, min_shared: int) -> list[_Branch]:
     """The roots of the forest, after deciding from the leaves up which nodes save enough."""
     order = [top]
     for node in order:
         order.extend(node.children.values())
-    found: dict[_Node, list[_Branch]] = {}
+    found: dict[Node, list[_Branch]] = {}
     for node in reversed(order[1:]):
         below = [branch for child in node.children.values() for branch in found.pop(child)]
         saved = len(node.tokens) * (len(below) + bool(node.ends) - 1)
@@ -169,14 +176,7 @@ def _branches(top: _Node, min_shared: int) -> list[_Branch]:
     return [branch for child in top.children.values() for branch in found[child]]
 
 
-def _split(node: _Node, at: int) -> None:
-    """Make `node` end after its first `at` tokens; the rest becomes its only child."""
-    rest = _Node(node.tokens[at:], node.start + at, node.source)
-    rest.children, rest.ends = node.children, node.ends
-    node.tokens, node.children, node.ends = node.tokens[:at], {int(rest.tokens[0]): rest}, []
-
-
-def _common(left: Ints, right: Ints) -> int:
+def common(left: Ints, right: Ints) -> int:
     """Number of equal tokens at the beginning of both."""
     shorter = min(len(left), len(right))
     at, block = 0, 64

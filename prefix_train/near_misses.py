@@ -1,0 +1,334 @@
+"""Examples whose beginnings differ in a few tokens only, as in a date or an id, so that what follows is not shared.
+
+A fork is a place up to which some examples are alike and where they go on with different tokens. Examples that meet
+again behind it, each after at most STRETCH tokens of its own, with at least FOLLOW equal tokens, nearly share what
+follows. Each different stretch is a variant. What a near miss saves is exact: the tokens that the tree of all examples
+would have less if these examples all had the shortest stretch (of equal ones the first in the data). That is done to
+the tree before looking further down, so that a second difference behind a first one is found too. It is counted on the
+tree, as if one pack held all examples. The data is never changed. N examples, R rows: the different ways to go on from
+a fork. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefix_train.chat import shown
+from prefix_train.tree import Ints, Node, Trie, common
+
+STRETCH = 48
+"""Most tokens of a differing stretch: an identifier of 36 characters, one token each, with room."""
+
+FOLLOW = 32
+"""Least equal tokens behind it: more than the turns of a chat template have."""
+
+NAMED = 3
+"""Examples that are named for each variant."""
+
+AROUND = 12
+"""Tokens that are shown before and after a difference."""
+
+SHOWN = 5
+"""Near misses that the text shows; JSON has LISTED, and as many variants of each."""
+
+LISTED = 20
+
+Below = tuple[int, tuple[int, ...]]
+"""How many examples have a node, and the first of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """One differing stretch: its keys, how many examples have it, and the first of them by their number."""
+
+    keys: Ints
+    examples: int
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class NearMiss:
+    """Examples that are alike but for a stretch.
+
+    alike: tokens before it. before, after: keys beside it. variants: the most frequent first. saves: see the module.
+    """
+
+    alike: int
+    before: Ints
+    variants: tuple[Variant, ...]
+    after: Ints
+    saves: int
+
+
+def find(trie: Trie, stretch: int = STRETCH, follow: int = FOLLOW) -> list[NearMiss]:
+    """All near misses among the examples of `trie`, those that save most first. What they name is merged in `trie`."""
+    finder = _Finder(trie.top, stretch, follow)
+    found: list[NearMiss] = []
+    stack: list[tuple[Node, int, Ints]] = [(trie.top, 0, trie.top.tokens)]
+    while stack:
+        node, depth, before = stack.pop()
+        found += finder.at(node, depth, before)
+        for child in reversed(node.children.values()):
+            tail = np.concatenate([before, child.tokens[-AROUND:]])[-AROUND:]
+            stack.append((child, depth + len(child.tokens), tail))
+    return sorted(found, key=lambda miss: -miss.saves)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The R ways to go on from a fork, as far as a difference and what follows it reach.
+
+    keys: [R, window] int64, the first `length` of each row. branch: [R] which child of the fork, ascending. below: the
+    examples of each.
+    """
+
+    keys: Ints
+    length: Ints
+    branch: Ints
+    below: list[Below]
+
+
+class _Finder:
+    """Looks at the forks of one trie, and merges what it has found there."""
+
+    def __init__(self, top: Node, stretch: int, follow: int) -> None:
+        self._stretch, self._follow = stretch, follow
+        self._below: dict[Node, Below] = {}
+        order = [top]
+        for node in order:
+            order.extend(node.children.values())
+        for node in reversed(order):
+            self._count(node)
+
+    def at(self, fork: Node, depth: int, before: Ints) -> Iterator[NearMiss]:
+        """The near misses at the end of `fork`, `depth` tokens into the examples, until there are none."""
+        merged = True
+        while merged and len(fork.children) > 1:
+            merged = False
+            rows = self._rows(fork)
+            for members, offsets in groups(rows.keys, rows.length, rows.branch, self._stretch, self._follow):
+                variants = _variants(rows, members, offsets)
+                after = rows.keys[members[0], offsets[0] : offsets[0] + self._follow]
+                if (saves := self._merge(fork, [variant.keys for variant in variants], after)) is not None:
+                    merged = True
+                    frequent_first = sorted(variants, key=lambda variant: (-variant.examples, variant.first))
+                    yield NearMiss(depth, before, tuple(frequent_first), after[:AROUND].copy(), saves)
+            self._count_again(fork)
+
+    def _rows(self, fork: Node) -> _Rows:
+        window = self._stretch + self._follow
+        found: list[tuple[Ints, int, Below]] = []
+        for branch, child in enumerate(fork.children.values()):
+            stack: list[tuple[Node, Ints]] = [(child, child.tokens[:window])]
+            while stack:
+                node, path = stack.pop()
+                if len(path) == window or not node.children:
+                    found.append((path, branch, self._below[node]))
+                    continue
+                if node.ends:
+                    found.append((path, branch, _below(node.ends, [])))
+                for below in reversed(node.children.values()):
+                    stack.append((below, np.concatenate([path, below.tokens[: window - len(path)]])))
+        keys = np.zeros((len(found), window), np.int64)
+        for row, (path, _, _) in enumerate(found):
+            keys[row, : len(path)] = path
+        return _Rows(
+            keys,
+            np.array([len(path) for path, _, _ in found], np.int64),
+            np.array([branch for _, branch, _ in found], np.int64),
+            [below for _, _, below in found],
+        )
+
+    def _merge(self, fork: Node, stretches: Sequence[Ints], follow: Ints) -> int | None:
+        """Give the first of `stretches` to all examples that go on with one and `follow`; the tokens that this saves.
+
+        None, and nothing done, where one is no longer there: an earlier merge at this fork has moved it.
+        """
+        ways = [np.concatenate([stretch, follow]) for stretch in stretches]
+        if not all(self._locate(fork, way) for way in ways):
+            return None
+        saved = 0
+        for way in ways[1:]:
+            path = self._locate(fork, way)
+            moved = Node(fork.tokens[:0], 0, 0)
+            moved.children, moved.ends = path[-1].children, path[-1].ends
+            path[-1].children, path[-1].ends = {}, []
+            while not path[-1].children and not path[-1].ends:
+                saved += len(path[-1].tokens)
+                del path[-2].children[int(path.pop().tokens[0])]
+            saved += self._unite(self._locate(fork, ways[0])[-1], moved)
+        return saved
+
+    def _locate(self, fork: Node, keys: Ints) -> list[Node]:
+        """The nodes from `fork` to the one that ends with `keys`, made to end there; none where no example goes so."""
+        path, at = [fork], 0
+        while at < len(keys):
+            child = path[-1].children.get(int(keys[at]))
+            if child is None:
+                return []
+            shared = common(child.tokens, keys[at:])
+            at += shared
+            if shared < len(child.tokens):
+                if at < len(keys):
+                    return []
+                self._split(child, shared)
+            path.append(child)
+        return path
+
+    def _unite(self, into: Node, moved: Node) -> int:
+        """Put what continues `moved` behind `into`; the tokens that both had."""
+        saved, stack = 0, [(into, moved)]
+        while stack:
+            node, other = stack.pop()
+            node.ends += other.ends
+            for token, theirs in other.children.items():
+                mine = node.children.setdefault(token, theirs)
+                if mine is theirs:
+                    continue
+                shared = common(mine.tokens, theirs.tokens)
+                for side in (mine, theirs):
+                    if shared < len(side.tokens):
+                        self._split(side, shared)
+                saved += shared
+                self._below[mine] = _below((), [self._below[mine], self._below[theirs]])
+                stack.append((mine, theirs))
+        return saved
+
+    def _split(self, node: Node, at: int) -> None:
+        self._below[node.split(at)] = self._below[node]
+
+    def _count_again(self, fork: Node) -> None:
+        """Count anew as far below `fork` as examples have been moved from one node to another."""
+        order = [(fork, 0)]
+        for node, depth in order:
+            if depth < self._stretch + self._follow:
+                order += [(child, depth + len(child.tokens)) for child in node.children.values()]
+        for node, depth in reversed(order):
+            if depth < self._stretch + self._follow:
+                self._count(node)
+
+    def _count(self, node: Node) -> None:
+        self._below[node] = _below(node.ends, [self._below[child] for child in node.children.values()])
+
+
+def _below(ends: Sequence[int], parts: Sequence[Below]) -> Below:
+    first = nsmallest(NAMED, [*ends, *(example for _, some in parts for example in some)])
+    return len(ends) + sum(count for count, _ in parts), tuple(first)
+
+
+def _variants(rows: _Rows, members: Ints, offsets: Ints) -> list[Variant]:
+    """The different stretches of a group, the shortest first, then in the order of the data."""
+    found: defaultdict[bytes, list[int]] = defaultdict(list)
+    for row, offset in zip(members.tolist(), offsets.tolist(), strict=True):
+        found[rows.keys[row, :offset].tobytes()].append(row)
+    variants = []
+    for keys, having in found.items():
+        count, first = _below((), [rows.below[row] for row in having])
+        variants.append(Variant(np.frombuffer(keys, np.int64), count, first))
+    return sorted(variants, key=lambda variant: (len(variant.keys), variant.first))
+
+
+def groups(keys: Ints, length: Ints, branch: Ints, stretch: int, follow: int) -> Iterator[tuple[Ints, Ints]]:
+    """Rows that meet again: for each group its rows [G] and where in each the `follow` equal tokens begin [G].
+
+    keys, length, branch: see `_Rows`. A group has rows of two branches at least, a row is in one group at most. The
+    group of most rows goes first, of equal ones that with the shortest stretches.
+    """
+    offsets = np.arange(stretch + 1)
+    row, at = np.nonzero(offsets + follow <= length[:, None])
+    if not len(row):
+        return
+    value = _hashes(keys, stretch, follow)[row, at]
+    order = np.argsort(value, kind="stable")
+    value, row, at = value[order], row[order], at[order]
+    once = np.r_[True, (value[1:] != value[:-1]) | (row[1:] != row[:-1])]
+    value, row, at = value[once], row[once], at[once]
+    begin = np.flatnonzero(np.r_[True, value[1:] != value[:-1]])
+    end = np.r_[begin[1:], len(value)]
+    several = branch[row[begin]] != branch[row[end - 1]]
+    taken = np.zeros(len(keys), np.bool_)
+    for first, last in _largest_first(begin[several], end[several], row, at):
+        free = ~taken[row[first:last]]
+        members, places = row[first:last][free], at[first:last][free]
+        if not len(members):
+            continue
+        texts = keys[members[:, None], places[:, None] + np.arange(follow)]
+        equal = (texts == texts[0]).all(axis=1)
+        members, places = members[equal], places[equal]
+        if branch[members[0]] != branch[members[-1]]:
+            taken[members] = True
+            yield members, places
+
+
+def _hashes(keys: Ints, stretch: int, follow: int) -> NDArray[np.uint64]:
+    """[R, stretch + 1] a hash of the `follow` keys from each place on: equal ones for equal keys."""
+    base = 0x9E3779B97F4A7C15
+    powers = np.cumprod(np.full(keys.shape[1], base, np.uint64), dtype=np.uint64)
+    inverse = np.cumprod(np.full(stretch + 1, pow(base, -1, 1 << 64), np.uint64), dtype=np.uint64)
+    mixed = keys.astype(np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    sums = np.zeros((len(keys), keys.shape[1] + 1), np.uint64)
+    np.cumsum(mixed * powers, axis=1, out=sums[:, 1:])
+    found: NDArray[np.uint64] = (sums[:, follow : follow + stretch + 1] - sums[:, : stretch + 1]) * inverse
+    return found
+
+
+def _largest_first(begin: Ints, end: Ints, row: Ints, at: Ints) -> Iterator[tuple[int, int]]:
+    """The ranges [begin, end) of `row` as `groups` takes them; of those with the same rows only the first."""
+    random = np.random.default_rng(0).integers(0, 1 << 63, int(row.max()) + 1, dtype=np.uint64)
+    rows_sum = np.r_[np.zeros(1, np.uint64), np.cumsum(random[row])]
+    at_sum = np.r_[0, np.cumsum(at)]
+    order = np.lexsort((at_sum[end] - at_sum[begin], begin - end))
+    same_rows = (rows_sum[end] - rows_sum[begin])[order]
+    chosen = order[np.sort(np.unique(same_rows, return_index=True)[1])]
+    return zip(begin[chosen].tolist(), end[chosen].tolist(), strict=True)
+
+
+def summary(found: Sequence[NearMiss], sources: Sequence[str], text_of: Callable[[Ints], str]) -> list[dict[str, Any]]:
+    """Near misses as JSON has them. sources: [N] `file:line`; text_of: keys -> text."""
+    return [
+        {
+            "tokens_before": miss.alike,
+            "before": text_of(miss.before),
+            "after": text_of(miss.after),
+            "examples": sum(variant.examples for variant in miss.variants),
+            "saves": miss.saves,
+            "variant_count": len(miss.variants),
+            "variants": [
+                {
+                    "text": text_of(variant.keys),
+                    "tokens": len(variant.keys),
+                    "examples": variant.examples,
+                    "sources": [sources[example] for example in variant.first],
+                }
+                for variant in miss.variants[:LISTED]
+            ],
+        }
+        for miss in found[:LISTED]
+    ]
+
+
+def describe(found: Sequence[dict[str, Any]]) -> str:
+    """The near misses of `summary` in a few lines, each beginning with a line break; empty where there are none."""
+    lines: list[str] = []
+    for miss in found[:SHOWN]:
+        lines.append(
+            f"{'nearly shared':<14}{miss['examples']:,} examples differ in {miss['variant_count']:,} short texts after "
+            f"{miss['tokens_before']:,} equal tokens; equal, or behind what is shared, they would save "
+            f"{miss['saves']:,} positions:"
+        )
+        lines.append(f"{'':<14}  {shown(miss['before'])} _ {shown(miss['after'])}")
+        for variant in miss["variants"][:NAMED]:
+            lines.append(f"{'':<14}  {shown(variant['text'])}: {variant['examples']:,} times, {variant['sources'][0]}")
+        if (more := miss["variant_count"] - NAMED) > 0:
+            lines.append(f"{'':<14}  and {more:,} more")
+    if (more := len(found) - SHOWN) > 0:
+        lines.append(f"{'nearly shared':<14}{more} more: see --json")
+    return "".join(f"\n{line}" for line in lines)

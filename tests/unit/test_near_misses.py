@@ -1,0 +1,212 @@
+"""Near misses: what differs in a few tokens is found, counted against a tree of examples made equal, and shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_train import cli, near_misses
+from prefix_train.near_misses import NearMiss, find
+from prefix_train.tree import Node, Trie
+from tests import chats
+from tests.chats import picture, row, text
+from tests.tiny_vision import BUILD
+
+PROMPT = tuple(range(1000, 1060))
+REST = tuple(range(2000, 2100))
+
+
+def trie_of(sequences: list[tuple[int, ...]]) -> Trie:
+    trie = Trie()
+    for sequence in sequences:
+        trie.insert(np.array(sequence, np.int64))
+    return trie
+
+
+def tokens_in(node: Node) -> int:
+    return len(node.tokens) + sum(tokens_in(child) for child in node.children.values())
+
+
+def members(node: Node) -> list[int]:
+    return sum(map(members, node.children.values()), list(node.ends))
+
+
+def stretches(miss: NearMiss) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
+    return {tuple(v.keys.tolist()): (v.examples, v.first) for v in miss.variants}
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, ()], ids=["within", "at the very beginning"])
+def test_a_date_within_equal_instructions_is_found(prompt: tuple[int, ...]) -> None:
+    dates = [(2, 6, 1, 1), (2, 6, 1, 2), (2, 5), (2, 6, 1, 1)]
+    sequences = [(*prompt, *date, *REST, 7, number) for number, date in enumerate(dates)]
+    trie = trie_of(sequences)
+    before = tokens_in(trie.top)
+    (miss,) = find(trie)
+    assert miss.alike == len(prompt) + 1
+    assert stretches(miss) == {(6, 1, 1): (2, (0, 3)), (6, 1, 2): (1, (1,)), (5,): (1, (2,))}
+    assert miss.variants[0].examples == 2
+    assert miss.after.tolist() == list(REST[:12])
+    assert miss.before.tolist() == [*prompt, 2][-12:]
+    equal = trie_of([(*prompt, 2, 5, *REST, 7, number) for number in range(4)])
+    assert miss.saves == before - tokens_in(equal.top) == before - tokens_in(trie.top)
+
+
+def test_a_stretch_may_be_missing_in_one_and_stand_behind_another() -> None:
+    """`Name:` and `Name: Dr.`: one variant's text begins with another's, and one has none at all."""
+    sequences = [(*PROMPT, *own, *REST, number) for number, own in enumerate([(), (5,), (5, 6), (8, 9)])]
+    trie = trie_of(sequences)
+    before = tokens_in(trie.top)
+    (miss,) = find(trie)
+    assert set(stretches(miss)) == {(), (5,), (5, 6), (8, 9)}
+    assert miss.saves == before - tokens_in(trie_of([(*PROMPT, *REST, number) for number in range(4)]).top)
+
+
+def test_a_second_difference_behind_a_first_one_is_found_too() -> None:
+    sequences = [(*PROMPT, day, *REST, number, *PROMPT, number) for number, day in enumerate(range(300, 320))]
+    first, second = sorted(find(trie_of(sequences)), key=lambda miss: miss.alike)
+    assert (first.alike, len(first.variants)) == (60, 20)
+    assert (second.alike, len(second.variants)) == (60 + 1 + 100, 20)
+    assert (first.saves, second.saves) == (19 * 101, 19 * 61)
+
+
+def test_two_groups_at_one_place_are_apart() -> None:
+    other = tuple(range(3000, 3050))
+    sequences = [(*PROMPT, 1 + number, *(REST if number % 2 else other), number) for number in range(6)]
+    misses = find(trie_of(sequences))
+    assert [sorted(stretches(miss)) for miss in misses] == [[(2,), (4,), (6,)], [(1,), (3,), (5,)]]
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        [(*PROMPT, 1, *REST), (*PROMPT, 1, *REST, 5)],
+        [(*PROMPT, *range(number, number + 500)) for number in (10_000, 20_000, 30_000)],
+        [(*PROMPT, 1, *REST[:31]), (*PROMPT, 2, *REST[:31])],
+        [(*PROMPT, *range(5000, 5049), *REST), (*PROMPT, *range(6000, 6049), *REST)],
+        [(1,)],
+    ],
+    ids=["shared already", "nothing shared", "too little follows", "too much differs", "one example"],
+)
+def test_what_is_no_near_miss_is_not_named(sequences: list[tuple[int, ...]]) -> None:
+    trie = trie_of(sequences)
+    before = tokens_in(trie.top)
+    assert find(trie) == []
+    assert tokens_in(trie.top) == before
+
+
+def test_the_longest_difference_and_the_shortest_continuation_count_still() -> None:
+    sequences = [(*PROMPT, *range(start, start + 48), *REST[:32]) for start in (5000, 6000)]
+    (miss,) = find(trie_of(sequences))
+    assert miss.saves == 48 + 32
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple), min_size=1, max_size=12))
+def test_what_is_said_to_be_saved_is_what_the_tree_loses(sequences: list[tuple[int, ...]]) -> None:
+    """Repetitive tokens, short stretches: variants below one another, several groups at a fork, several rounds."""
+    trie = trie_of(sequences)
+    before = tokens_in(trie.top)
+    misses = find(trie, stretch=3, follow=2)
+    assert sum(miss.saves for miss in misses) == before - tokens_in(trie.top)
+    for miss in misses:
+        assert miss.saves > 0
+        assert len(stretches(miss)) == len(miss.variants) > 1
+        for variant in miss.variants:
+            assert len(variant.first) == min(variant.examples, near_misses.NAMED) > 0
+    assert sorted(members(trie.top)) == list(range(len(sequences)))
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=1, max_size=8), st.data())
+def test_groups_are_those_of_a_search_through_all_pairs(lists: list[list[int]], data: st.DataObject) -> None:
+    keys = np.zeros((len(lists), 9), np.int64)
+    for place, values in enumerate(lists):
+        keys[place, : len(values)] = values
+    branch = np.sort(data.draw(st.lists(st.integers(0, 2), min_size=len(lists), max_size=len(lists))))
+    length = np.array([len(values) for values in lists])
+    texts = [{tuple(v[at : at + 3]): at for at in reversed(range(6)) if at + 3 <= len(v)} for v in lists]
+    found = list(near_misses.groups(keys, length, branch, 5, 3))
+    taken: set[int] = set()
+    for rows, offsets in found:
+        (value,) = {tuple(lists[r][at : at + 3]) for r, at in zip(rows.tolist(), offsets.tolist(), strict=True)}
+        assert [texts[r][value] for r in rows.tolist()] == offsets.tolist()
+        assert len({int(branch[r]) for r in rows}) > 1
+        having = {r for r in range(len(lists)) if value in texts[r] and r not in taken}
+        assert having == set(rows.tolist())
+        taken |= having
+    rest = [r for r in range(len(lists)) if r not in taken]
+    assert not [(a, b) for a in rest for b in rest if branch[a] != branch[b] and texts[a].keys() & texts[b].keys()]
+
+
+def test_a_hundred_thousand_examples_take_seconds() -> None:
+    rng = np.random.default_rng(0)
+    days, instructions = rng.integers(0, 10, (100_000, 6)), np.arange(5000, 5150)
+    own = rng.integers(100, 4000, (100_000, 20))
+    trie = Trie()
+    for number in range(100_000):
+        trie.insert(np.r_[PROMPT, days[number] % 4, instructions, own[number]])
+    begin = time.process_time()
+    misses = find(trie)
+    assert time.process_time() - begin < 30
+    assert misses[0].alike == len(PROMPT)
+    assert len(misses[0].variants) == 4**6
+    assert sum(variant.examples for variant in misses[0].variants) == 100_000
+
+
+def test_images_are_named_and_differ_as_their_placeholders_do(tmp_path: Path) -> None:
+    for number in range(2):
+        chats.draw(tmp_path / f"{number}.png", seed=number)
+    rules = " ".join(f"Rule {number}: look twice." for number in range(30))
+    renderer, trie = chats.renderer(), Trie()
+    for number in range(2):
+        example = renderer.render(row([picture(f"{number}.png"), text(rules)]), f"d.jsonl:{number + 1}", tmp_path)
+        trie.insert(example.keys)
+    (miss,) = near_misses.summary(find(trie), ["d.jsonl:1", "d.jsonl:2"], renderer.text_of)
+    assert [variant["text"] for variant in miss["variants"]] == ["(image)", "(image)"]
+    assert miss["before"].endswith("<|vision_start|>")
+
+
+def test_near_misses_are_shown_with_their_text_and_lines(tmp_path: Path) -> None:
+    rules = " ".join(f"Rule {number}: look twice." for number in range(30))
+    renderer, trie = chats.renderer(), Trie()
+    days = ["2026-11-30", "2026-11-29", "2025-01-07", "2026-11-30", "2024-02-02"]
+    for number, day in enumerate(days):
+        record = row(f"Which is {number}?", system=f"Today is {day}. {rules}")
+        trie.insert(renderer.render(record, "x", tmp_path).keys)
+    found = near_misses.summary(find(trie), [f"d.jsonl:{n + 1}" for n in range(5)], renderer.text_of)
+    assert json.loads(json.dumps(found)) == found
+    variants = {variant["text"]: variant for variant in found[0]["variants"]}
+    common = found[0]["before"]
+    whole = {(common + text).split("Today is ")[1]: v["sources"] for text, v in variants.items()}
+    assert whole["2026-11-30"] == ["d.jsonl:1", "d.jsonl:4"]
+    assert set(whole) == set(days)
+    said = near_misses.describe(found)
+    assert "\nnearly shared 5 examples differ in 4 short texts after " in said
+    assert ": 2 times, d.jsonl:1\n" in said
+    assert "  and 1 more" in said
+    assert near_misses.describe([]) == ""
+
+
+def test_the_plan_shows_them_as_text_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = " ".join(f"Rule {number}: look twice." for number in range(30))
+    days = ["2026-11-30", "2026-11-29"]
+    chats.write(tmp_path / "d.jsonl", [row("Which?", system=f"Today is {day}. {rules}") for day in days])
+    config = {
+        "run_root": str(tmp_path / "runs"),
+        "cluster": "local",
+        "model": {"build": dict(BUILD)},
+        "data": {"train": str(tmp_path / "d.jsonl")},
+        "pack": {"packs_per_update": 2},
+        "train": {"epochs": 1},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    cli.plan_command(tmp_path / "c.yaml", as_json=True)
+    *said, document = capsys.readouterr().out.splitlines()
+    (miss,) = json.loads(document)["near_misses"]
+    assert [variant["sources"] for variant in miss["variants"]] == [[f"{tmp_path}/d.jsonl:{n}"] for n in (1, 2)]
+    assert any(line.startswith("nearly shared 2 examples differ in 2 short texts after ") for line in said)
