@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefix_train import blame, step, unit
+from prefix_train import blame, gradients, step, unit
 from prefix_train.collate import Batch
 from prefix_train.stream import engine, frozen, ring, schedule, walk
 from prefix_train.stream.ring import Ring
@@ -266,8 +266,8 @@ def test_a_fault_shows(
     step.update(both.whole, 0, 0.0, given)
     try:
         step.update(both.stream, 0, 0.0, given)
-    except blame.NotFinite:
-        return
+    except (blame.NotFinite, gradients.NothingLearned):
+        return  # what a fault makes of a slot's bytes follows from what was there before
     assert streaming.unlike(streaming.gradient(both.stream), streaming.gradient(both.whole))
 
 
