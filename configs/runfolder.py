@@ -33,6 +33,7 @@ ADAPTER = "adapter"
 WEIGHTS = "weights"
 RESULT = "result.json"
 PLAN = "plan.json"
+REPORT = "report.html"
 
 STOPPED = 3
 """Exit status of a rank that was asked to stop, saved a checkpoint and did: the run can go on."""

@@ -87,7 +87,7 @@ def plan_command(
     from prefix_train.tree import Trie
 
     config = read_data(where, model, overrides) if where.suffix == ".jsonl" else read(where, overrides)
-    renderer, trie = indexing.renderer_of(config.model), Trie()
+    renderer, trie = indexing.renderer_of(config.model, config.data.targets), Trie()
     index = indexing.make_index(config, renderer, trie)
     plan = lengths.run_plan(config, index)
     missed = near_misses.summary(near_misses.find(trie), index.sources, renderer.text_of)
@@ -252,6 +252,28 @@ def export_command(
 
     found = review.export_run(run_folder, out)
     answer(found, f"{found['folder']}: {found['tensors']} tensors, {found['parameters']:,} parameters", as_json)
+
+
+@app.command("report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are shown side by side.")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; report.html in the run folder, of several in the working folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """One HTML page of what runs came to: curves, memory, packs, hangs and lives, preflight, what was counted."""
+    from prefix_train.results import page, tables
+
+    found, place = page.read(runs), page.place_of(runs, out)
+    page.write(found, place)
+    lines = [f"{run.label}: {tables.state(run)}" for run in found]
+    lines += [f"{run.label}: not shown: {line}" for run in found for line in run.missing]
+    document = {
+        "page": str(place),
+        "runs": [{"run": str(run.folder), "state": tables.state(run), "missing": list(run.missing)} for run in found],
+    }
+    answer(document, "\n".join([*lines, str(place)]), as_json)
 
 
 @bench_app.command("cpu")

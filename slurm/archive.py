@@ -15,7 +15,7 @@ from pathlib import Path
 
 from configs import runfolder
 from configs.errors import UserError
-from slurm.redact import redact, redact_json
+from configs.redact import redact, redact_json
 
 KEPT = (
     runfolder.CONFIG,

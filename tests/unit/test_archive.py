@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from configs.errors import UserError
+from configs.redact import MASK, redact, redact_json
 from slurm import archive
-from slurm.redact import MASK, redact, redact_json
 
 SECRETS = [
     "hf_" + "aB3" * 12,

@@ -35,6 +35,7 @@ WITHOUT_TORCH = [
     "prefix_train.lengths",
     "prefix_train.near_misses",
     "prefix_train.plan",
+    "prefix_train.results.page",
     "prefix_train.ring",
     "prefix_train.tree",
     "preflight.judge",

@@ -95,17 +95,17 @@ def redact_json(text: str) -> str:
         document = json.loads(text)
     except ValueError:
         return redact(text)
-    return json.dumps(_redact_value(document), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(redact_value(document), indent=1, ensure_ascii=False) + "\n"
 
 
-def _redact_value(value: Any, named: bool = False) -> Any:
-    """named: whether a secret's name stands before it."""
+def redact_value(value: Any, named: bool = False) -> Any:
+    """The same of a document of built-in types. named: whether a secret's name stands before it."""
     if isinstance(value, dict):
-        return {redact(name): _redact_value(item, named or is_secret(name)) for name, item in value.items()}
+        return {redact(name): redact_value(item, named or is_secret(name)) for name, item in value.items()}
     if isinstance(value, list):
         after = [None, *value]
         options = [isinstance(one, str) and one.startswith("-") and is_secret(one) for one in after]
-        return [_redact_value(item, named or option) for item, option in zip(value, options, strict=False)]
+        return [redact_value(item, named or option) for item, option in zip(value, options, strict=False)]
     if named:
         return value if value is None or isinstance(value, bool) else MASK
     return redact(value) if isinstance(value, str) else value
