@@ -29,6 +29,7 @@ from configs.schema import (
     VerifyConfig,
 )
 from prefix_train import budget, checkpoint, heartbeat, outcome, report, tiny, train
+from prefix_train.results import page, tables
 from tests import lives
 from tests.tiny_text import BUILD
 
@@ -148,6 +149,20 @@ def test_the_result_says_what_ran(whole: Path, data: Path) -> None:
     PeftModel.from_pretrained(base, whole / runfolder.ADAPTER)
     assert log(whole).count("begins: ") == 1
     assert "visible pairs" not in log(whole)  # the plan's figures are told where it is made
+
+
+def test_its_page_shows_all_of_it(whole: Path) -> None:
+    (run,) = page.read([whole])
+    assert [line.partition(":")[0] for line in run.missing] == ["plan.json", "code/COMMIT.json", "preflight"]
+    counted = {name: cell for name, cell, _ in tables.figures([run]).rows}
+    result = runfolder.read_json(whole / runfolder.RESULT)
+    assert counted["state"] == f"complete: {UPDATES} of {UPDATES} updates"
+    assert counted["positions computed"] == f"{result['positions']:,}"
+    assert (counted["sums agree"], counted["weights changed"]) == ("yes", "yes")
+    assert (len(run.updates), len(run.heldout)) == (UPDATES, 3)
+    text = page.render([run])
+    assert "Packs against transformers" in text
+    assert text.count("<figure>") == 8  # seven over updates, and the time line
 
 
 def test_asked_to_stop_a_run_saves_and_goes_on_as_if_never_stopped(tmp_path: Path, whole: Path, data: Path) -> None:

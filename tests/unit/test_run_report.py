@@ -14,7 +14,7 @@ import pytest
 
 from configs import console, runfolder
 from configs.errors import UserError
-from prefix_train import cli
+from prefix_train import cli, heartbeat
 from prefix_train.results import charts, lives, page, tables
 from prefix_train.results.run import Run
 from tests import run_folders as made
@@ -393,6 +393,53 @@ def test_a_limit_is_held_against_memory() -> None:
     assert chart.words[-1] == "a, planned: 6 GiB"
     (height,) = re.findall(r'class="level s0"[^>]* y1="([\d.]+)"', chart.svg)
     assert float(height) < min(float(y) for _, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", chart.svg))
+
+
+def test_memory_is_held_against_the_streaming_budget(tmp_path: Path) -> None:
+    run = made.complete(tmp_path / "demo-1")
+    config = (run / runfolder.CONFIG).read_text()
+    for old, new in (
+        ("engine: sharded", "engine: stream"),
+        ("store: null", "store: s"),
+        ("budget_gib: null", "budget_gib: 6.5"),
+        ("gpus_per_node: 0", "gpus_per_node: 1"),
+        ("tasks_per_node: 2", "tasks_per_node: 1"),
+        ("  nodes: 2", "  nodes: 1"),
+        ("  build:\n    model_type: x", "  build: {}"),
+        ("model:\n  path: null", "model:\n  path: m"),
+    ):
+        assert old in config
+        config = config.replace(old, new)
+    (run / runfolder.CONFIG).write_text(config)
+    found, (read,) = shown(run)
+    assert read.missing == ()
+    assert found.table("What was counted")["memory planned"] == ["6.50 GiB", "stream.budget_gib"]
+    memory = next(chart for chart in page.curves([read]) if chart.title.startswith("Most memory"))
+    assert memory.title.endswith("against what was planned")
+    assert memory.words[-1] == "demo-1, planned: 6.5 GiB"
+
+
+def test_a_budget_that_cannot_be_had_is_named(tmp_path: Path) -> None:
+    run = made.complete(tmp_path / "demo-1")
+    config = (run / runfolder.CONFIG).read_text()
+    config = config.replace("gpus_per_node: 0", "gpus_per_node: 2").replace("run_root: runs", f"run_root: {tmp_path}")
+    (run / runfolder.CONFIG).write_text(config)
+    _, (read,) = shown(run)
+    assert [line.partition(":")[0] for line in read.missing] == ["memory's budget"]
+
+
+def test_ranks_that_ended_badly_are_told(tmp_path: Path) -> None:
+    run = made.begun(tmp_path / "demo-1")
+    made.metrics(run, 3)
+    heartbeat.Heartbeat(run, 1, 4).phase("forward", 4)
+    heartbeat.ended(run, 1, 4, error=ValueError("no such <file>"))
+    heartbeat.ended(run, 0, 4, status=runfolder.STOPPED)
+    found, (read,) = shown(run)
+    assert read.spans[-1].cause == "rank 1 ended with ValueError"
+    assert found.table("What was counted")["state"][0] == "life 0 ended (rank 1 ended with ValueError): 3 of 40 updates"
+    ended = found.table("Ranks that ended badly")
+    assert ended["1"][2:] == ["first_update, update 4", "ValueError: no such <file>"]
+    assert "0" not in ended
 
 
 def test_no_torch_and_nothing_slow_is_imported(tmp_path: Path) -> None:
