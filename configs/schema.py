@@ -44,6 +44,9 @@ class DataConfig:
     """Demonstration data to write beside `train` before anything else, where it is not there yet."""
     on_bad_example: Literal["stop", "skip"] = "stop"
     """`stop`: a bad example ends the plan with file and line. `skip`: all ranks leave it out, the report counts it."""
+    targets: Literal["last", "all"] = "last"
+    """`last`: the last answer of a conversation is learned. `all`: every answer, where the chat template writes each as
+    it does when it is the last; otherwise an error names the template, and a row per answer does the same."""
     max_example_tokens: int | None = None
     """Longest example that is accepted, in tokens; none: `pack.max_positions`. Nothing is ever truncated."""
 

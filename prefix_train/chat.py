@@ -1,20 +1,27 @@
 """One row of a chat JSONL file: its structure, checked.
 
-A row is `{"id"?: text, "meta"?: anything, "messages": [{"role": ..., "content": ...}]}`, content either text or a list
-of `{"type": "text", "text": ...}` and `{"type": "image", "image": "path/below/the/file.png"}`: transformers'
-convention. The last message is the assistant's; its text is the target. `meta` is the user's own and is not read.
+A row is `{"id"?: text, "meta"?: anything, "tools"?: [...], "messages": [{"role": ..., "content": ...}]}`, content
+either text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "path/below/the/file.png"}`:
+transformers' convention, as are `tools` (JSON schemas), an assistant's `tool_calls` and the role `tool`. The last
+message is the assistant's; its text and calls are the target. `meta` is the user's own and is not read.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.errors import UserError
 
-ROLES = ("system", "user", "assistant")
+KEYS = {
+    "system": ("role", "content"),
+    "user": ("role", "content"),
+    "assistant": ("role", "content", "tool_calls"),
+    "tool": ("role", "content", "name", "tool_call_id"),
+}
+"""What a message of each role may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +34,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn; `content` is a text or a list of parts, as the row has it."""
+    """One turn; `content` is a text or a list of parts, `more` what else of KEYS it holds, as the row has it."""
 
     role: str
     content: str | tuple[Part, ...]
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The functions that it calls, each as `{"name": text, "arguments": object}`."""
+        return [call["function"] for call in self.more.get("tool_calls", [])]
 
     @property
     def images(self) -> list[str]:
@@ -53,10 +66,11 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A checked row: at least one message, the last one the assistant's, with text and without images."""
+    """A checked row: at least one message, the last one the assistant's, with text or a call and without images."""
 
     id: str | None
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def images(self) -> list[str]:
@@ -68,6 +82,10 @@ class Conversation:
         """Text of the last message."""
         return "".join(self.messages[-1].texts)
 
+    def through(self, index: int) -> Conversation:
+        """What was said until `messages[index]`, that one included."""
+        return replace(self, messages=self.messages[: index + 1])
+
 
 def parse(record: Any, source: str) -> Conversation:
     """`record`, one decoded JSON value, as a conversation.
@@ -76,7 +94,7 @@ def parse(record: Any, source: str) -> Conversation:
     """
     if not isinstance(record, dict):
         raise UserError(f'{source}: the row is {_kind(record)}; write an object with "messages"')
-    _refuse_unknown(record, ("id", "messages", "meta"), source, "row")
+    _refuse_unknown(record, ("id", "messages", "meta", "tools"), source, "row")
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         what = "has no messages" if not messages and isinstance(messages, list | None) else f"has {_kind(messages)}"
@@ -84,8 +102,9 @@ def parse(record: Any, source: str) -> Conversation:
     conversation = Conversation(
         id=_identity(record["id"], source) if "id" in record else None,
         messages=tuple(_message(message, source, index) for index, message in enumerate(messages)),
+        tools=_tools(record.get("tools") or [], source),
     )
-    _check_target(conversation, source)
+    check_target(conversation, source)
     return conversation
 
 
@@ -93,6 +112,19 @@ def shown(value: object) -> str:
     """A user's value for an error line: quoted, control characters escaped, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys included."""
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):
+            todo += [*one.values(), *one.keys()]
+        elif isinstance(one, list):
+            todo += one
+        elif isinstance(one, str):
+            yield one
 
 
 def _identity(value: Any, source: str) -> str:
@@ -106,16 +138,50 @@ def _message(message: Any, source: str, index: int) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, dict):
         raise UserError(f'{source}: {where} is {_kind(message)}; write {{"role": ..., "content": ...}}')
-    _refuse_unknown(message, ("role", "content"), source, where)
     role = message.get("role")
-    if role not in ROLES:
-        raise UserError(f"{source}: {where} has the role {shown(role)}; write one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in KEYS:
+        raise UserError(f"{source}: {where} has the role {shown(role)}; write one of {', '.join(KEYS)}")
+    _refuse_unknown(message, KEYS[role], source, where)
+    more = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+    for key, value in more.items():
+        if key == "tool_calls":
+            _check_calls(value, source, f"{where}.tool_calls")
+        else:
+            _text(value, source, f"{where}.{key}")
     content = message.get("content")
     if isinstance(content, list):
         if not content:
             raise UserError(f"{source}: {where}.content is an empty list; write a text or a list of parts")
-        return Message(role, tuple(_part(part, source, f"{where}.content[{i}]") for i, part in enumerate(content)))
-    return Message(role, _text(content, source, f"{where}.content"))
+        parts = (_part(part, source, f"{where}.content[{i}]") for i, part in enumerate(content))
+        return Message(role, tuple(parts), more)
+    if content is None and more.get("tool_calls"):
+        content = ""
+    return Message(role, _text(content, source, f"{where}.content"), more)
+
+
+def _check_calls(calls: Any, source: str, where: str) -> None:
+    if not isinstance(calls, list):
+        raise UserError(f"{source}: {where} is {_kind(calls)}; write a list")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+            raise UserError(f"{source}: {where}[{index}] names no function; write {form}")
+        _refuse_unknown(call, ("type", "id", "function"), source, f"{where}[{index}]")
+        _refuse_unknown(function, ("name", "arguments"), source, f"{where}[{index}].function")
+        if not isinstance(arguments := function.get("arguments"), dict):
+            place = f"{where}[{index}].function.arguments"
+            raise UserError(f"{source}: {place} is {_kind(arguments)}; write an object, not its text")
+        for text in strings(call):
+            _text(text, source, f"{where}[{index}]")
+
+
+def _tools(tools: Any, source: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{source}: tools is no list of objects; write the JSON schema of each function")
+    for text in strings(tools):
+        _text(text, source, "tools")
+    return tuple(tools)
 
 
 def _part(part: Any, source: str, where: str) -> Part:
@@ -141,13 +207,14 @@ def _text(value: Any, source: str, where: str) -> str:
     return value
 
 
-def _check_target(conversation: Conversation, source: str) -> None:
+def check_target(conversation: Conversation, source: str) -> None:
+    """Raise UserError unless the last message can be learned."""
     last = conversation.messages[-1]
     if last.role != "assistant":
         raise UserError(f"{source}: no target: the last message is the {last.role}'s; end with the assistant's")
     if last.images:
         raise UserError(f"{source}: the target holds an image; the last message may hold text only")
-    if not conversation.answer.strip():
+    if not conversation.answer.strip() and not last.calls:
         raise UserError(f"{source}: the target is empty: the assistant's last message has no text")
 
 

@@ -87,7 +87,7 @@ def plan_command(
     from prefix_train.tree import Trie
 
     config = read_data(where, model, overrides) if where.suffix == ".jsonl" else read(where, overrides)
-    renderer, trie = indexing.renderer_of(config.model), Trie()
+    renderer, trie = indexing.renderer_of(config.model, config.data.targets), Trie()
     index = indexing.make_index(config, renderer, trie)
     plan = lengths.run_plan(config, index)
     missed = near_misses.summary(near_misses.find(trie), index.sources, renderer.text_of)

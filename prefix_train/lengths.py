@@ -28,7 +28,7 @@ from prefix_train.budget import Shape
 from prefix_train.plan import RunPlan, plan_training
 from prefix_train.tree import Forest, Ints, Trie
 
-RENDERER = ("chat", "data", "images", "render", "tokens", "tree")
+RENDERER = ("chat", "data", "images", "render", "template", "tokens", "tree")
 """Our modules that decide which tokens an example has and what examples share."""
 
 BUILDER = ("tiny.py", "demo/*.txt", "demo/*.jinja")
@@ -216,7 +216,8 @@ def key_of(config: Config, data: Path, data_sha256: str | None = None) -> Key:
         model=model,
         template=template,
         renderer=_sha256(_files_sha256(code).encode(), *(version.encode() for version in versions)),
-        options=f"min_shared={config.pack.min_shared} longest={most} on_bad_example={config.data.on_bad_example}",
+        options=f"min_shared={config.pack.min_shared} longest={most} on_bad_example={config.data.on_bad_example} "
+        f"targets={config.data.targets}",
     )
 
 

@@ -15,7 +15,6 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,10 +24,8 @@ from configs.errors import UserError
 from prefix_train import chat
 from prefix_train.chat import Conversation, shown
 from prefix_train.images import ImageRef, ImageStore, decode, locate
+from prefix_train.template import ChatTemplate, Targets
 from prefix_train.tokens import Tokens, any_of
-
-STAND_IN = "(the text of the last answer goes here: 7f3b9c)"
-"""Rendered in the answer's place to see what the template puts before and after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +34,8 @@ class Example:
 
     ids: [L] int64. keys: [L] int64, what the tree compares: the ids, but inside an image's placeholders
     -(1 + 62 bits of the image's digest). position_ids: [3, L] int64 for M-RoPE models, else [1, L]. target: [L] bool,
-    the last answer's tokens through its end-of-turn token. answer: the target's text without that token.
-    prompt_length: tokens before the target. source: `file:line`.
+    the last answer's tokens through its end-of-turn token, or all answers'. answer: the last answer's text without that
+    token. prompt_length: tokens before the last answer. source: `file:line`.
     """
 
     id: str
@@ -83,8 +80,11 @@ class PositionIndex:
 class Renderer:
     """Renders chat rows through one processor (or one tokenizer, for text) for one model configuration."""
 
-    def __init__(self, processor: Any, config: PreTrainedConfig, cache_bytes: int = 1 << 30) -> None:
-        """processor: of transformers, or a tokenizer. cache_bytes: processed pixels kept in memory.
+    def __init__(
+        self, processor: Any, config: PreTrainedConfig, cache_bytes: int = 1 << 30, targets: Targets = "last"
+    ) -> None:
+        """processor: of transformers, or a tokenizer. cache_bytes: processed pixels kept in memory. targets: which
+        answers are learned, as `data.targets`.
 
         Raises UserError where the two do not fit each other or lack what is needed.
         """
@@ -94,6 +94,7 @@ class Renderer:
         self._position_index = PositionIndex(config)
         self._image_token: int | None = getattr(config, "image_token_id", None) if self._with_images else None
         self._refuse_misfits(config)
+        self._template, self._targets = ChatTemplate(processor), targets
         self.images = ImageStore(processor.image_processor, cache_bytes) if self._with_images else None
         self._tokens = Tokens(self._tokenizer)
         self._control_ids = np.array(sorted(self._tokens.control.values()), dtype=np.int64)
@@ -111,6 +112,7 @@ class Renderer:
             self._tokenizer.special_tokens_map,
             image_processor,
             self._position_index.coordinates,
+            self._targets,
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -124,11 +126,14 @@ class Renderer:
         files = [self._locate(folder, name, source) for name in conversation.images]
         pictures = [self.images.add(path, source) for path in files] if self.images else []
         grids = [grid for grid, _ in pictures]
-        text, start, end = self._apply_template(conversation, source)
+        text, spans = self._template.spans(conversation, source, self._targets)
         expanded = self._expand(text, grids, source)
-        gained = len(expanded) - len(text)
         ids, offsets = self._tokenize(expanded)
-        target = self._target(expanded, ids, offsets, (start + gained, end + gained), source)
+        target = np.zeros(len(ids), dtype=np.bool_)
+        for span in spans:
+            gained = len(self._expand(text[: span.start], grids[: span.images], source)) - span.start
+            begin, end = self._target(expanded, ids, offsets, (span.start + gained, span.end + gained), source)
+            target[begin:end] = True
         runs = self._image_runs(ids, grids, source)
         keys = ids
         for (first, last), (_, digest) in zip(runs, pictures, strict=True):
@@ -146,8 +151,8 @@ class Renderer:
             position_ids=position_ids,
             target=target,
             images=self._references(runs, pictures, files),
-            answer=text[start:end],
-            prompt_length=int(np.argmax(target)),
+            answer=text[spans[-1].start : spans[-1].end],
+            prompt_length=begin,
         )
 
     def text_of(self, keys: NDArray[np.int64]) -> str:
@@ -175,58 +180,19 @@ class Renderer:
 
     def _refuse_control_tokens(self, conversation: Conversation, source: str) -> None:
         for index, message in enumerate(conversation.messages):
-            for text in message.texts:
+            for text in [*message.texts, *chat.strings(message.more)]:
                 if found := self._control_tokens.search(text):
                     raise UserError(
                         f"{source}: messages[{index}] holds {found.group()!r}, a control token of the model; remove it"
                     )
+        for text in chat.strings(list(conversation.tools)):
+            if found := self._control_tokens.search(text):
+                raise UserError(f"{source}: tools hold {found.group()!r}, a control token of the model; remove it")
 
     def _locate(self, folder: Path, name: str, source: str) -> Path:
         if not self._with_images or self._position_index.coordinates != 3:
             raise UserError(f"{source}: image {shown(name)}: this model reads text only")
         return locate(folder, name, source)
-
-    def _apply_template(self, conversation: Conversation, source: str) -> tuple[str, int, int]:
-        """The rendered text, and where in it the target's text starts and ends."""
-        turns = [{"role": m.role, "content": self._content(m.content)} for m in conversation.messages]
-        text = self._template(turns, source)
-        around = self._template([*turns[:-1], {**turns[-1], "content": STAND_IN}], source)
-        head, found, tail = around.rpartition(STAND_IN)
-        if not text.startswith(head) and turns[:-1]:
-            # The template took the answer apart, as with one that holds its reasoning.
-            head = self._template(turns[:-1], source, add_generation_prompt=True)
-        start, end = len(head), len(text) - len(tail)
-        if not found or start > end or not text.startswith(head) or not text.endswith(tail):
-            raise UserError(
-                f"{source}: cannot tell where the answer begins: the chat template writes it unlike its own prompt"
-            )
-        self._check_nothing_lost(conversation, text, text[start:end], source)
-        return text, start, end
-
-    def _content(self, content: str | tuple[chat.Part, ...]) -> str | list[dict[str, str]]:
-        if isinstance(content, str):
-            return content
-        if not self._with_images:
-            # Templates of text models expect text: given a list they drop it or print it as Python.
-            return "".join(part.value for part in content)
-        return [{"type": part.kind, part.kind: part.value} for part in content]
-
-    def _template(self, turns: list[dict[str, Any]], source: str, *, add_generation_prompt: bool = False) -> str:
-        try:
-            text: str = self._processor.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except jinja2.TemplateError as error:
-            raise UserError(f"{source}: the chat template refuses the messages: {error}") from error
-        return text
-
-    def _check_nothing_lost(self, conversation: Conversation, text: str, answer: str, source: str) -> None:
-        for index, message in enumerate(conversation.messages[:-1]):
-            for part in message.texts if message.role != "assistant" else []:
-                if part.strip() not in text:
-                    raise UserError(f"{source}: the chat template drops or changes the text of messages[{index}]")
-        if conversation.answer.split("</think>")[-1].strip() not in answer or not answer.strip():
-            raise UserError(f"{source}: the chat template drops or changes the text of the answer")
 
     def _expand(self, text: str, grids: list[tuple[int, int, int]], source: str) -> str:
         """`text` with each image's placeholder repeated as its grid demands, by the processor."""
@@ -253,8 +219,8 @@ class Renderer:
         offsets: NDArray[np.int64],
         span: tuple[int, int],
         source: str,
-    ) -> NDArray[np.bool_]:
-        """[L] bool: tokens of the characters `span` (one across its start included) and the end-of-turn token."""
+    ) -> tuple[int, int]:
+        """[first, last) tokens of the characters `span` (one across its start included) and the end-of-turn token."""
         start, end = span
         closing = np.flatnonzero(np.isin(ids, self._control_ids) & (offsets[:, 0] >= end))
         if not closing.size or text[end : offsets[closing[0], 0]].strip():
@@ -262,9 +228,7 @@ class Renderer:
         first = int(np.argmax(offsets[:, 1] > start))
         if first == 0:
             raise UserError(f"{source}: nothing stands before the answer, so that its first token cannot be predicted")
-        target = np.zeros(len(ids), dtype=np.bool_)
-        target[first : closing[0] + 1] = True
-        return target
+        return first, int(closing[0]) + 1
 
     def _image_runs(
         self, ids: NDArray[np.int64], grids: list[tuple[int, int, int]], source: str
@@ -297,14 +261,12 @@ class Renderer:
         if bool(files) in self._compared:
             return
         images = iter([decode(path, source) for path in files])
-        turns: list[dict[str, Any]] = []
-        for message in conversation.messages:
-            content: Any = self._content(message.content)
-            for part in content if isinstance(content, list) else []:
+        turns = self._template.turns(conversation)
+        for turn in turns:
+            for part in turn["content"] if isinstance(turn["content"], list) else []:
                 if part["type"] == "image":
                     part["image"] = next(images)
-            turns.append({"role": message.role, "content": content})
-        out = self._processor.apply_chat_template(turns, tokenize=True, return_dict=True)
+        out = self._template.whole(turns, conversation)
         whole = out["input_ids"][0] if self._with_images else out["input_ids"]
         same = np.array_equal(np.asarray(whole), ids)
         if files and self.images is not None:

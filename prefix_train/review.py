@@ -46,7 +46,7 @@ class Review:
 
     def heldout(self, config: Config) -> Heldout:
         """The held-out examples of `config`. Raises UserError where it names none."""
-        renderer = Renderer(self.processor, anatomy.find(self.model).base.config)
+        renderer = Renderer(self.processor, anatomy.find(self.model).base.config, targets=self.config.data.targets)
         found = Heldout.load(config, renderer, self.ranks)
         if found is None:
             raise UserError("data.heldout is not set: name a chat JSONL file with held-out examples")

@@ -91,7 +91,7 @@ class Life:
         self.run, self.config, self.ranks, self.beat = run, config, ranks, beat
         ranks.together(lambda: prepare_data(config) if ranks.rank == 0 else None)
         model, processor = ranks.together(lambda: engines.load(config))
-        renderer = Renderer(processor, model.config)
+        renderer = Renderer(processor, model.config, targets=config.data.targets)
         examples = load_agreed(Path(config.data.train), renderer, config, ranks)
         self.feed = Feed(config, examples, ranks)
         self.heldout = Heldout.load(config, renderer, ranks)

@@ -63,7 +63,7 @@ class Subject:
         """The first examples of the run's held-out data, or of its training data. UserError as in training."""
         config = replace(config, adapter=replace(config.adapter, dropout=0.0))
         _, processor = engines.load(config)
-        renderer = Renderer(processor, models.skeleton(config.model).config)
+        renderer = Renderer(processor, models.skeleton(config.model).config, targets=config.data.targets)
         most = config.data.max_example_tokens or config.pack.max_positions
         path = Path(config.data.heldout or config.data.train)
         chosen = load_examples(path, renderer, most, config.data.on_bad_example)[:examples]
