@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from configs import compose, runfolder
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig
+from preflight import judge, report, states
+from slurm import verdict
+from slurm.evidence import ALARM, Alarm
+from slurm.policy import Cause, Life
 
 BEGAN = 1_796_000_000.0
 """When the first life of a made run began, seconds since 1970."""
@@ -124,46 +129,30 @@ def result(updates: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def preflight(run: Path, life: int, at: float, problem: str = "") -> None:
-    """Preflight's report of one life; problem: what is found on node2."""
-    findings = [{"check": "python.version", "state": "pass", "found": "Python 3.11.7", "advice": "", "facts": {}}]
-    problems = [
-        {
-            "node": "node2",
-            "finding": {"check": "device.ecc", "state": "fail", "found": problem, "advice": "drain it", "facts": {}},
-            "allowed": False,
-        }
-    ]
-    nodes = [{"node": name, "findings": findings, "seconds": 1.0} for name in ("node1", "node2")]
-    document = {
-        "passed": not problem,
-        "headline": f"FAIL node2: {problem}" if problem else "PASS: 2 node(s)",
-        "bad_nodes": ["node2"] if problem else [],
-        "problems": problems if problem else [],
-        "nodes": nodes,
-    }
-    put(run / runfolder.PREFLIGHT / str(life) / "report.json", document, at)
+def preflight(run: Path, life: int, at: float, problem: str = "", wall: float = 0.0) -> None:
+    """Preflight's report of one life; problem: what is found on node2. wall: the nodes' clock."""
+    findings = (states.Finding("python.version", "pass", "Python 3.11.7"),)
+    problems = (judge.Problem("node2", states.Finding("device.ecc", "fail", problem, "drain it"), False),)
+    nodes = tuple(states.NodeReport(name, findings, 1.0, wall) for name in ("node1", "node2"))
+    found = judge.Verdict(not problem, problems if problem else (), nodes)
+    put(run / runfolder.PREFLIGHT / str(life) / "report.json", report.document(found), at)
 
 
-def life(run: Path, number: int, ended: float, cause: str | None, update: int, why: str = "") -> None:
+def life(run: Path, number: int, ended: float, cause: Cause | None, update: int, why: str = "") -> None:
     """lives/<number>.json."""
-    excluded = ["node2"] if cause == "hang" else []
-    document = {"attempt": number, "job": "4711", "nodes": ["node1", "node2"], "cause": cause, "update": update,
-                "culprits": excluded, "excluded": excluded, "why": why}  # fmt: skip
-    put(run / runfolder.LIVES / f"{number}.json", document, ended)
+    excluded = ("node2",) if cause == "hang" else ()
+    one = Life(number, "4711", ("node1", "node2"), cause, update, excluded, excluded)
+    put(run / runfolder.LIVES / f"{number}.json", {**asdict(one), "why": why}, ended)
 
 
 def hang(run: Path, number: int, attempt: int, at: float, sentence: str | None) -> None:
     """hangs/<number>; sentence: the verdict's, none where it has not been judged."""
     folder = run / runfolder.HANGS / str(number)
-    alarm = {"attempt": attempt, "host": "node2", "rank": 3, "age": 70.0, "limit": 60.0, "sentence": "rank 3 is late",
-             "time": at, "node": 1, "must_end": False}  # fmt: skip
-    put(folder / "alarm.json", alarm, at)
+    alarm = Alarm(attempt, "node2", 3, 70.0, 60.0, "rank 3 is late", at, 1)
+    put(folder / ALARM, asdict(alarm), at)
     if sentence is not None:
-        verdict = {"attempt": attempt, "kind": "missing_collective", "ends": True, "ranks": [3], "sentence": sentence,
-                   "nodes": ["node2"], "where": "train.py:9", "since": at - 70, "confidence": "high", "missing": [],
-                   "advice": "", "lines": []}  # fmt: skip
-        put(folder / "verdict.json", verdict, at)
+        said = verdict.Verdict(attempt, "missing_rank", True, (3,), sentence, ("node2",), since=at, confidence="high")
+        put(folder / verdict.JSON, asdict(said), at)
 
 
 def complete(run: Path, updates: int = 40, **train: Any) -> Path:

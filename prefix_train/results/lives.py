@@ -6,14 +6,14 @@ without them), lives are shown in their order alone, and that is said.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from configs import runfolder
 from prefix_train.heartbeat import Beat, End
-from prefix_train.results.records import Alarm, Life, Reader, Verdict
+from prefix_train.results.records import Alarm, Life, Preflight, Reader, Verdict
 
 CLOCKS_S = 60.0
 """How far the clocks of nodes and of the file server may be apart."""
@@ -57,18 +57,28 @@ def hangs(reader: Reader) -> list[Hang]:
     return found
 
 
-def spans(reader: Reader, attempt: int, beats: Sequence[Beat], ends: Sequence[End], complete: bool) -> list[Span]:
-    """Every life up to `attempt`, the present one; beats, ends: of that one."""
+def spans(
+    reader: Reader,
+    attempt: int,
+    reports: Mapping[int, Preflight | None],
+    found_hangs: Sequence[Hang],
+    ends: Sequence[End],
+    complete: bool,
+) -> list[Span]:
+    """Every life that left a trace, and the present one, `attempt`.
+
+    reports: preflight's, by life. ends: of the present life's ranks. complete: there is a result.
+    """
     recorded = reader.numbered(runfolder.LIVES, ".json")
     records = {number: reader.json(f"{runfolder.LIVES}/{number}.json", Life) for number in recorded}
-    checked = reader.numbered(runfolder.PREFLIGHT)
     found = []
-    for number in sorted({*range(min(attempt, 9999) + 1), *recorded, *checked}):
+    hung = {hang.attempt for hang in found_hangs if hang.attempt is not None}
+    for number in sorted({attempt, *recorded, *reports, *hung}):
         life, last = records.get(number), number == attempt
         cause = life.cause if life else None
         if last and cause is None:
             cause = _cause(ends, complete)
-        began = _oldest(reader.run / runfolder.PREFLIGHT / str(number))
+        began = _checked(reports.get(number)) or _oldest(reader.run / runfolder.PREFLIGHT / str(number))
         if began is None and number == 0:
             began = _written(reader.run / runfolder.CONFIG)
         ended = _written(reader.run / runfolder.LIVES / f"{number}.json") if life and life.cause else None
@@ -123,6 +133,11 @@ def _written(path: Path) -> float | None:
         return path.stat().st_mtime
     except OSError:
         return None
+
+
+def _checked(report: Preflight | None) -> float | None:
+    """When the first node was checked, by its own clock."""
+    return min((node.wall for node in report.nodes if node.wall > 0), default=None) if report else None
 
 
 def _oldest(folder: Path) -> float | None:

@@ -160,10 +160,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Node:
-    """All checks of one node."""
+    """All checks of one node. wall: its clock when they had ended, seconds since 1970; 0: unknown."""
 
     node: str
     findings: tuple[Finding, ...] = ()
+    wall: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def read(folder: Path, label: str) -> Run:
     reader = Reader(folder)
     config = _or_missing(reader, lambda: compose.from_run(folder))
     lines = reader.metrics()
-    plan = reader.json(runfolder.PLAN, Plan, f"{runfolder.PLAN}: not planned yet")
+    plan = reader.json(runfolder.PLAN, Plan, f"{runfolder.PLAN}: not there, `prefix-train plan RUN` writes it")
     result = reader.json(runfolder.RESULT, Result, f"{runfolder.RESULT}: the run is not complete")
     commit = reader.json(f"{runfolder.CODE}/COMMIT.json", Commit, "code/COMMIT.json: not there", masked=False)
     attempt = _or_missing(reader, lambda: runfolder.current_attempt(folder)) or 0
@@ -77,6 +77,7 @@ def read(folder: Path, label: str) -> Run:
         reader.missing.append(f"{runfolder.PREFLIGHT}: no preflight was run")
     beats = [beat for beat in _or_missing(reader, lambda: heartbeat.read(folder)) or [] if beat.attempt == attempt]
     ends = [end for end in _or_missing(reader, lambda: heartbeat.read_ends(folder)) or [] if end.attempt == attempt]
+    hangs = tuple(lives.hangs(reader))
     return Run(
         folder=folder,
         label=label,
@@ -88,8 +89,8 @@ def read(folder: Path, label: str) -> Run:
         commit=commit,
         preflights={number: report for number, report in reports.items() if report is not None},
         attempt=attempt,
-        hangs=tuple(lives.hangs(reader)),
-        spans=tuple(lives.spans(reader, attempt, beats, ends, result is not None)),
+        hangs=hangs,
+        spans=tuple(lives.spans(reader, attempt, reports, hangs, ends, result is not None)),
         beats=tuple(beats),
         ends=tuple(ends),
         limit=_limit(reader, config) if config is not None else None,

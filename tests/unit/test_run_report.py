@@ -15,10 +15,12 @@ import pytest
 from configs import console, runfolder
 from configs.errors import UserError
 from prefix_train import cli, heartbeat
+from prefix_train.plan_summary import summary
 from prefix_train.results import charts, lives, page, tables
 from prefix_train.results.run import Run
 from tests import run_folders as made
 from tests.run_folders import BEGAN
+from tests.unit.test_plan import forest_of, planned
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7*7 }}</title></style>\x07\u202e"
@@ -148,7 +150,7 @@ def test_hangs_and_lives_are_on_one_time_line(troubled: Path) -> None:
     hangs = found.table("Hangs")
     assert hangs["1"][0] == "0"
     assert hangs["1"][2:] == [
-        "missing_collective, high confidence",
+        "missing_rank, high confidence",
         "Rank 3 on node2 has not come to the all_reduce.",
         "life ended",
     ]
@@ -164,9 +166,40 @@ def test_hangs_and_lives_are_on_one_time_line(troubled: Path) -> None:
         assert float(width) == pytest.approx((end - begin) * unit - 1, abs=0.2)
     flags = re.findall(r'class="hang" d="M([\d.]+)', line.svg)
     assert [float(at) for at in flags] == pytest.approx([12 + 3000 * unit, 12 + 9000 * unit], abs=0.1)
-    assert "FAIL node2: uncorrected memory errors" in found.texts
+    assert "FAIL node2: fail: device.ecc: uncorrected memory errors -> drain it" in found.texts
     assert found.table("What preflight found")["node2"][-1] == "uncorrected memory errors → drain it"
     assert "hangs/2/verdict.json: not judged yet" in run.missing
+
+
+def test_a_life_began_when_its_nodes_said_so(tmp_path: Path) -> None:
+    run = made.complete(tmp_path / "demo-1")
+    made.preflight(run, 0, at=BEGAN + 10**6, wall=BEGAN + 5)
+    _, (read,) = shown(run)
+    assert read.spans[0].began == BEGAN + 5
+
+
+def test_a_plan_is_read_as_planning_writes_it(tmp_path: Path) -> None:
+    run = made.complete(tmp_path / "demo-1")
+    plan = planned(forest_of([(*[1] * 20, n) for n in range(9)], 16), max_positions=40, packs_per_update=2)
+    made.put(run / runfolder.PLAN, summary(plan) | {"updates_in_run": 40, "skipped": ["line 3: no target"]})
+    found, (read,) = shown(run)
+    assert read.missing == ()
+    told = found.table("Packs and sharing")
+    written = summary(plan)
+    assert told["positions"][0].startswith(f"{written['positions']} for {written['logical_tokens']} logical tokens")
+    assert told["examples"] == [f"9 in {written['packs']} packs ({written['mode']})"]
+
+
+def test_a_hang_of_a_life_without_a_word_is_on_the_time_line(tmp_path: Path) -> None:
+    run = made.begun(tmp_path / "demo-1")
+    made.hang(run, 1, 0, BEGAN + 100, "It hung.")
+    runfolder.write_text(run / runfolder.ATTEMPT, "3")
+    found, (read,) = shown(run)
+    assert list(found.table("Lives")) == ["life", "0", "3"]
+    line = page.time_line(read, "t")
+    assert line is not None
+    assert line.svg.count('class="hang"') == 1
+    assert "hang 1 in life 0: It hung." in line.svg
 
 
 def test_lives_of_a_copied_folder_are_shown_in_their_order(troubled: Path) -> None:
@@ -466,4 +499,4 @@ def test_damage_to_numbers_of_lives_does_no_harm(tmp_path: Path, life: int) -> N
     (run / runfolder.HANGS / "x").mkdir(parents=True)
     (run / runfolder.LIVES / "٣.json").write_text("{}")
     found, _ = shown(run)
-    assert "0" in found.table("Lives")
+    assert list(found.table("Lives")) == ["life", "0", str(life or 99999999999)]
