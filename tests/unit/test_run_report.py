@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -17,65 +16,12 @@ from configs.errors import UserError
 from prefix_train import cli, heartbeat
 from prefix_train.plan_summary import summary
 from prefix_train.results import charts, lives, page, tables
-from prefix_train.results.run import Run
 from tests import run_folders as made
 from tests.run_folders import BEGAN
+from tests.run_page import Page, shown
 from tests.unit.test_plan import forest_of, planned
 
-VOID = {"meta", "link", "img", "br", "hr", "input"}
 HOSTILE = "<script>alert(1)</script>\"'&{{ 7*7 }}</title></style>\x07\u202e"
-
-
-class Page(HTMLParser):
-    """The page as a browser has it: tags, attributes, texts, tables by caption. Fails where tags do not nest."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str]]] = []
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.css = ""
-        self.tables: dict[str, list[list[str]]] = {}
-        self.caption = ""
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.tables[self.caption].append([])
-        elif tag in ("td", "th"):
-            self.tables[self.caption][-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self.open:
-            self.css += data
-            return
-        self.texts.append(data)
-        if self.open[-1:] == ["caption"]:
-            self.caption = data
-            self.tables[data] = []
-        elif {"td", "th"} & set(self.open):
-            self.tables[self.caption][-1][-1] += data
-
-    def table(self, begins: str) -> dict[str, list[str]]:
-        """The rows of the table whose caption begins so, by their first cell."""
-        (caption,) = [caption for caption in self.tables if caption.startswith(begins)]
-        return {row[0]: row[1:] for row in self.tables[caption]}
-
-
-def shown(*folders: Path) -> tuple[Page, list[Run]]:
-    runs = page.read(folders)
-    return Page(page.render(runs)), runs
 
 
 @pytest.fixture
@@ -342,50 +288,6 @@ def test_secrets_are_masked(tmp_path: Path) -> None:
     assert "hunter22" not in everything
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance as WCAG 2 defines it."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def test_colours_stand_out_light_and_dark(tmp_path: Path) -> None:
-    found, _ = shown(made.begun(tmp_path / "new"))
-    schemes = re.findall(r":root\{([^}]+)\}", found.css)
-    assert len(schemes) == 2
-    for scheme in schemes:
-        colours = dict(re.findall(r"--([\w]+):(#[0-9a-f]{6})", scheme))
-        assert len(colours) == 13
-        for name, colour in colours.items():
-            darker, lighter = sorted((luminance(colour), luminance(colours["ground"])))
-            ratio = (lighter + 0.05) / (darker + 0.05)
-            assert ratio >= {"ground": 1.0, "rule": 1.2}.get(name, 4.5), (name, colour, ratio)
-
-
-def test_curves_are_where_their_values_are() -> None:
-    axis = charts.Axis(0.0, 10.0, 200.0, 10.0)
-    assert axis.at(2.5) == "152.5"
-    log = charts.Axis.over([1.0, 100.0], 0.0, 1.0, log=True)
-    assert log.log
-    assert [label for _, label in log.ticks()] == ["1", "2", "5", "10", "20", "50", "100"]
-    assert not charts.Axis.over([0.0, 100.0], 0.0, 1.0, log=True).log
-    flat = charts.Axis.over([7.0, 7.0], 0.0, 1.0)
-    assert flat.low < 7.0 < flat.high
-    assert len({label for _, label in charts.Axis.over([1.00001, 1.00002], 0.0, 1.0).ticks()}) > 2
-    for values in ([-5.0, -1.0], [0.0], [1e-12, 2e-12], [-1e99, 1e99], [1e99]):
-        assert charts.Axis.over(values, 0.0, 1.0).ticks()
-
-
-def test_a_long_curve_keeps_its_peaks() -> None:
-    points = [(float(at), 1.0) for at in range(100_000)]
-    points[54_321] = (54_321.0, 9.0)
-    points[77_777] = (77_777.0, -9.0)
-    kept = charts.thinned(points)
-    assert len(kept) <= charts.MOST_POINTS
-    assert {points[54_321], points[77_777]} <= set(kept)
-    assert [at for at, _ in kept] == sorted(at for at, _ in kept)
-
-
 def run_cli(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         console.run(cli.app, ["report", *argv])
@@ -417,15 +319,6 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert status == 2
         assert said in err
         assert len(err.splitlines()) == 1
-
-
-def test_a_limit_is_held_against_memory() -> None:
-    series = [charts.Series("a", 0, [(1.0, 2.0), (2.0, 3.0)])]
-    chart = charts.lines("m", "Memory", series, [charts.Level("a, planned", 0, 6.0)], " GiB")
-    assert chart is not None
-    assert chart.words[-1] == "a, planned: 6 GiB"
-    (height,) = re.findall(r'class="level s0"[^>]* y1="([\d.]+)"', chart.svg)
-    assert float(height) < min(float(y) for _, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", chart.svg))
 
 
 def test_memory_is_held_against_the_streaming_budget(tmp_path: Path) -> None:
