@@ -31,6 +31,8 @@ SETTING = re.compile(
 QUOTED = re.compile(r"""(?x) (?: "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*' ) (?=[\s,;:)}\]]|\Z)""")
 FIRST = re.compile(r"[ \t]*(?:-[ \t]+)?")
 """What may stand before the first name of a line."""
+HEADLINE = re.compile(r"PASS: \d+ node\(s\)")
+"""How preflight's report begins."""
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 SHAPED = re.compile(
@@ -136,7 +138,7 @@ def _next_secret(line: str, start: int) -> re.Match[str] | None:
         name = found["name"]
         if found["option"] is not None and not name.startswith("-"):
             continue
-        if is_secret(name):
+        if is_secret(name) and not HEADLINE.match(line, found.start("name")):
             return found
     return None
 

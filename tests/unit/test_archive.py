@@ -48,6 +48,7 @@ NAMED = [
     ("https://hooks.slack.com/services/T0/B0/word", "word"),
 ]
 KEPT = [
+    "PASS: 2 node(s)",
     "update 7/20  loss 0.1234  1,234 logical tokens/s",
     "max_example_tokens: 4096",
     "special_tokens: [a, b]",
