@@ -37,9 +37,10 @@ class DataConfig:
     """Where the examples are and what to do with bad ones."""
 
     train: str = ""
-    """Chat JSONL file with the training examples. Relative paths are relative to the working folder at submit."""
+    """Training examples: a chat JSONL file, a parquet file, a folder of them, or a folder saved by `datasets`. Relative
+    paths are relative to the working folder at submit."""
     heldout: str | None = None
-    """Chat JSONL file with held-out examples."""
+    """The same for held-out examples."""
     prepare: Literal["none", "digits", "biopsies"] = "none"
     """Demonstration data to write beside `train` before anything else, where it is not there yet."""
     on_bad_example: Literal["stop", "skip"] = "stop"

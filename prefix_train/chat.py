@@ -3,7 +3,9 @@
 A row is `{"id"?: text, "meta"?: anything, "tools"?: [...], "messages": [{"role": ..., "content": ...}]}`, content
 either text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "path/below/the/file.png"}`:
 transformers' convention, as are `tools` (JSON schemas), an assistant's `tool_calls` and the role `tool`. The last
-message is the assistant's; its text and calls are the target. `meta` is the user's own and is not read.
+message is the assistant's; its text and calls are the target. Instead of a path an image may be a data URI; and it may
+stand in the row's list `images`, from which parts without an image of their own take theirs in order. `meta` is the
+user's own and is not read.
 """
 
 from __future__ import annotations
@@ -94,11 +96,13 @@ def parse(record: Any, source: str) -> Conversation:
     """
     if not isinstance(record, dict):
         raise UserError(f'{source}: the row is {_kind(record)}; write an object with "messages"')
-    _refuse_unknown(record, ("id", "messages", "meta", "tools"), source, "row")
+    _refuse_unknown(record, ("id", "messages", "meta", "tools", "images"), source, "row")
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         what = "has no messages" if not messages and isinstance(messages, list | None) else f"has {_kind(messages)}"
         raise UserError(f'{source}: the row {what}; write a list of {{"role", "content"}} under "messages"')
+    if record.get("images") is not None:
+        messages = _with_images(messages, record["images"], source)
     conversation = Conversation(
         id=_identity(record["id"], source) if "id" in record else None,
         messages=tuple(_message(message, source, index) for index, message in enumerate(messages)),
@@ -112,6 +116,27 @@ def shown(value: object) -> str:
     """A user's value for an error line: quoted, control characters escaped, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _with_images(messages: list[Any], images: Any, source: str) -> list[Any]:
+    """The messages, with the row's `images` in the parts that have none of their own."""
+    if not isinstance(images, list):
+        raise UserError(f"{source}: images is {_kind(images)}; write a list of images")
+    left, used = iter(images), 0
+    filled = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else []
+        missing = [i for i, part in enumerate(parts) if isinstance(part, dict) and part.keys() == {"type"}]
+        missing = [i for i in missing if parts[i]["type"] == "image"]
+        used += len(missing)
+        new = {i: {"type": "image", "image": image} for i, image in zip(missing, left, strict=False)}
+        filled.append({**message, "content": [new.get(i, part) for i, part in enumerate(parts)]} if new else message)
+    if used != len(images):
+        raise UserError(
+            f"{source}: {len(images)} images for {used} parts of the type image that have none of their own"
+        )
+    return filled
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -75,18 +75,19 @@ def biopsies_command(
 
 @app.command("plan")
 def plan_command(
-    where: Annotated[Path, typer.Argument(help="Configuration (YAML), run folder, or a chat JSONL file.")],
+    where: Annotated[
+        Path, typer.Argument(help="Configuration (YAML), run folder, or data: chat JSONL, parquet, a saved dataset.")
+    ],
     overrides: Overrides = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Model folder, for a chat JSONL file without a configuration.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Model folder, for data without a configuration.")] = None,
     as_json: Json = False,
 ) -> None:
     """Which examples meet in which pack, and what sharing saves. Example: prefix-train plan data.jsonl --model M"""
-    from prefix_train import indexing, lengths, near_misses, plan_summary
+    from prefix_train import indexing, lengths, near_misses, plan_summary, tables
     from prefix_train.tree import Trie
 
-    config = read_data(where, model, overrides) if where.suffix == ".jsonl" else read(where, overrides)
+    is_data = where.suffix == ".jsonl" or tables.is_table(where)
+    config = read_data(where, model, overrides) if is_data else read(where, overrides)
     renderer, trie = indexing.renderer_of(config.model, config.data.targets), Trie()
     index = indexing.make_index(config, renderer, trie)
     plan = lengths.run_plan(config, index)

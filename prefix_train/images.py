@@ -1,4 +1,4 @@
-"""Images of a data file: found below its folder, decoded completely, processed once, reloadable.
+"""Images of a data file: found below its folder or in its rows, decoded completely, processed once, reloadable.
 
 P patches, D values per patch. What is kept of an image is its grid and a digest of its processed pixels; the pixels
 themselves are cached up to a number of bytes and read again where they have left the cache.
@@ -6,14 +6,17 @@ themselves are cached up to a number of bytes and read again where they have lef
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import re
 import struct
 import threading
 import warnings
 import zlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,8 @@ MAX_PIXELS = 89_478_485
 """Pillow's own bound, above which an image counts as a decompression bomb."""
 
 MAX_FILE_BYTES = 1 << 30
+
+DATA_URI = re.compile(r"data:[^,]*;base64,(.*)", re.DOTALL)
 
 DECODE_ERRORS = (
     OSError,
@@ -53,6 +58,45 @@ DECODE_ERRORS = (
 """What Pillow's decoders raise on broken files, and the warnings that count as such."""
 
 
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """An image that stands in its row as a data URI. Equal ones have equal bytes (`sha256`).
+
+    place: the row and which of its images, for messages. uri: reads the row again and gives the data URI; raises
+    UserError where the row is no longer what it was.
+    """
+
+    sha256: bytes
+    place: str = field(compare=False)
+    uri: Callable[[], str] = field(compare=False)
+
+    @classmethod
+    def of(cls, uri: str, place: str, again: Callable[[], str]) -> Inline:
+        """The image of the data URI `uri`, which `again` finds anew. Raises UserError where it is none."""
+        return cls(hashlib.sha256(_bytes_of(uri, place)).digest(), place, again)
+
+    def read(self) -> bytes:
+        """Its bytes."""
+        return _bytes_of(self.uri(), self.place)
+
+    def __str__(self) -> str:
+        return self.place
+
+
+def _bytes_of(uri: str, place: str) -> bytes:
+    found = DATA_URI.fullmatch(uri)
+    if found is None:
+        raise UserError(f"{place} is no data URI of base64; write data:image/png;base64,...")
+    try:
+        return base64.b64decode(found[1], validate=True)
+    except ValueError as error:
+        raise UserError(f"{place} is broken base64: {error}") from error
+
+
+Origin = Path | Inline
+"""Where an image is read from."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRef:
     """An image in an example: tokens [start, start + length) are its placeholders.
@@ -64,7 +108,7 @@ class ImageRef:
     length: int
     grid: tuple[int, int, int]
     digest: str
-    path: Path
+    path: Origin
     store: ImageStore
 
     @property
@@ -84,12 +128,12 @@ class ImageStore:
         """image_processor: of transformers, giving `pixel_values` and `image_grid_thw`. cache_bytes: pixels kept."""
         self._processor = image_processor
         self._cache_bytes = cache_bytes
-        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
-        self._pixels: OrderedDict[Path, NDArray[np.float32]] = OrderedDict()
+        self._known: dict[Origin, tuple[tuple[int, int, int], str]] = {}
+        self._pixels: OrderedDict[Origin, NDArray[np.float32]] = OrderedDict()
         self._held = 0
         self._lock = threading.Lock()
 
-    def add(self, path: Path, source: str) -> tuple[tuple[int, int, int], str]:
+    def add(self, path: Origin, source: str) -> tuple[tuple[int, int, int], str]:
         """Grid and digest of the image file `path`, decoded completely the first time that it is named."""
         with self._lock:
             if path not in self._known:
@@ -98,7 +142,7 @@ class ImageStore:
                 self._keep(path, pixels)
             return self._known[path]
 
-    def load(self, path: Path, digest: str) -> NDArray[np.float32]:
+    def load(self, path: Origin, digest: str) -> NDArray[np.float32]:
         """Pixels [P, D] of the image file `path`. Raises UserError unless they still have `digest`."""
         with self._lock:
             if path in self._pixels:
@@ -110,7 +154,7 @@ class ImageStore:
             self._keep(path, pixels)
             return pixels
 
-    def _process(self, path: Path, source: str) -> tuple[NDArray[np.float32], tuple[int, int, int]]:
+    def _process(self, path: Origin, source: str) -> tuple[NDArray[np.float32], tuple[int, int, int]]:
         image = decode(path, source)
         try:
             out = self._processor(images=[image], return_tensors="np")
@@ -121,7 +165,7 @@ class ImageStore:
         t, h, w = (int(size) for size in out["image_grid_thw"][0])
         return pixels, (t, h, w)
 
-    def _keep(self, path: Path, pixels: NDArray[np.float32]) -> None:
+    def _keep(self, path: Origin, pixels: NDArray[np.float32]) -> None:
         self._pixels[path] = pixels
         self._held += pixels.nbytes
         while self._held > self._cache_bytes and len(self._pixels) > 1:
@@ -149,18 +193,13 @@ def locate(folder: Path, name: str, source: str) -> Path:
     return path
 
 
-def decode(path: Path, source: str) -> PIL.Image.Image:
+def decode(path: Origin, source: str) -> PIL.Image.Image:
     """The image file `path` as RGB, upright, decoded to the last byte.
 
     Raises UserError where it is broken, of an unknown format, too large, animated, or would lose values as 8-bit RGB.
     """
-    where = f"{source}: image {str(path)!r}"
-    try:
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise UserError(f"{where} is a file of {size:,} bytes, more than {MAX_FILE_BYTES:,}")
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{where} cannot be read: {error.strerror}") from error
+    where = str(path) if isinstance(path, Inline) else f"{source}: image {str(path)!r}"
+    content = path.read() if isinstance(path, Inline) else _content(path, where)
     try:
         with warnings.catch_warnings():
             for doubt in (UserWarning, PIL.Image.DecompressionBombWarning):
@@ -178,6 +217,15 @@ def decode(path: Path, source: str) -> PIL.Image.Image:
         # Of a palette with transparency Pillow says here that RGBA keeps more.
         warnings.simplefilter("ignore", UserWarning)
         return image.convert("RGB")
+
+
+def _content(path: Path, where: str) -> bytes:
+    try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise UserError(f"{where} is a file of {size:,} bytes, more than {MAX_FILE_BYTES:,}")
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{where} cannot be read: {error.strerror}") from error
 
 
 def _refuse_unfit(image: PIL.Image.Image, where: str) -> None:

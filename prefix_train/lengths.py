@@ -24,11 +24,12 @@ from configs import runfolder
 from configs.errors import UserError
 from configs.modelpath import is_gguf, locate
 from configs.schema import Config, ModelConfig
+from prefix_train import tables
 from prefix_train.budget import Shape
 from prefix_train.plan import RunPlan, plan_training
 from prefix_train.tree import Forest, Ints, Trie
 
-RENDERER = ("chat", "data", "images", "render", "template", "tokens", "tree")
+RENDERER = ("chat", "data", "images", "render", "rows", "tables", "template", "tokens", "tree")
 """Our modules that decide which tokens an example has and what examples share."""
 
 BUILDER = ("tiny.py", "demo/*.txt", "demo/*.jinja")
@@ -212,7 +213,7 @@ def key_of(config: Config, data: Path, data_sha256: str | None = None) -> Key:
     versions = [f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")]
     model, template = _model_keys(config.model, here)
     return Key(
-        data=data_sha256 or _file_sha256(data),
+        data=data_sha256 or _data_sha256(data),
         model=model,
         template=template,
         renderer=_sha256(_files_sha256(code).encode(), *(version.encode() for version in versions)),
@@ -241,11 +242,16 @@ def _data(config: Config, data: Path | None) -> Path:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Size and modification time of a data file; of several the sum and the last."""
     try:
-        status = path.stat()
+        found = [file.stat() for file in tables.files_of(path)]
     except OSError as error:
         raise UserError(f"{path}: the data file cannot be read ({error.strerror})") from error
-    return status.st_size, status.st_mtime_ns
+    return sum(status.st_size for status in found), max((status.st_mtime_ns for status in found), default=0)
+
+
+def _data_sha256(path: Path) -> str:
+    return _files_sha256(tables.files_of(path)) if path.is_dir() else _file_sha256(path)
 
 
 def _short(key: Key, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -23,7 +24,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from configs.errors import UserError
 from prefix_train import chat
 from prefix_train.chat import Conversation, shown
-from prefix_train.images import ImageRef, ImageStore, decode, locate
+from prefix_train.images import ImageRef, ImageStore, Inline, Origin, decode, locate
 from prefix_train.template import ChatTemplate, Targets
 from prefix_train.tokens import Tokens, any_of
 
@@ -116,14 +117,17 @@ class Renderer:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def render(self, record: Any, source: str, folder: Path) -> Example:
+    def render(self, record: Any, source: str, folder: Path, again: Callable[[], Any] | None = None) -> Example:
         """`record` (a decoded row) as an example; image paths are below `folder`; source: `file:line`.
+
+        again: reads the row anew, so that images in it need not stay in memory; without it `record` is kept.
 
         Raises UserError, beginning with `source`, for whatever is wrong with the row.
         """
         conversation = chat.parse(record, source)
         self._refuse_control_tokens(conversation, source)
-        files = [self._locate(folder, name, source) for name in conversation.images]
+        row = again or (lambda: record)
+        files = [self._locate(folder, name, source, index, row) for index, name in enumerate(conversation.images)]
         pictures = [self.images.add(path, source) for path in files] if self.images else []
         grids = [grid for grid, _ in pictures]
         text, spans = self._template.spans(conversation, source, self._targets)
@@ -189,9 +193,12 @@ class Renderer:
             if found := self._control_tokens.search(text):
                 raise UserError(f"{source}: tools hold {found.group()!r}, a control token of the model; remove it")
 
-    def _locate(self, folder: Path, name: str, source: str) -> Path:
+    def _locate(self, folder: Path, name: str, source: str, index: int, row: Callable[[], Any]) -> Origin:
         if not self._with_images or self._position_index.coordinates != 3:
             raise UserError(f"{source}: image {shown(name)}: this model reads text only")
+        if name.startswith("data:"):
+            place = f"{source}: image {index + 1} of the row"
+            return Inline.of(name, place, lambda: chat.parse(row(), source).images[index])
         return locate(folder, name, source)
 
     def _expand(self, text: str, grids: list[tuple[int, int, int]], source: str) -> str:
@@ -247,7 +254,7 @@ class Renderer:
         self,
         runs: list[tuple[int, int]],
         pictures: list[tuple[tuple[int, int, int], str]],
-        files: list[Path],
+        files: list[Origin],
     ) -> tuple[ImageRef, ...]:
         if self.images is None:
             return ()
@@ -256,7 +263,9 @@ class Renderer:
             for (first, last), (grid, digest), path in zip(runs, pictures, files, strict=True)
         )
 
-    def _compare_once(self, conversation: Conversation, files: list[Path], ids: NDArray[np.int64], source: str) -> None:
+    def _compare_once(
+        self, conversation: Conversation, files: list[Origin], ids: NDArray[np.int64], source: str
+    ) -> None:
         """Raise UserError where the processor in one piece makes other ids or pixels of these messages."""
         if bool(files) in self._compared:
             return

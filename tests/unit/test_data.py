@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs.errors import UserError
-from prefix_train import data
+from prefix_train import rows
 from prefix_train.data import load_examples, read_jsonl
 from tests import chats
 from tests.chats import picture, row, text
@@ -135,7 +135,7 @@ def test_a_row_that_changes_while_it_is_used_is_an_error(tmp_path: Path) -> None
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 100)
     path = tmp_path / "d.jsonl"
     path.write_bytes(b"x" * 1000)
     with pytest.raises(UserError, match=rf"^{path}:1: the line is longer than 100 bytes"):

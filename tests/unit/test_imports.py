@@ -37,6 +37,8 @@ WITHOUT_TORCH = [
     "prefix_train.plan",
     "prefix_train.results.page",
     "prefix_train.ring",
+    "prefix_train.rows",
+    "prefix_train.tables",
     "prefix_train.tree",
     "preflight.judge",
     "preflight.report",

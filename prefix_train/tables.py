@@ -1,0 +1,178 @@
+"""Chat rows in parquet files, in a folder of them, or in a folder that `datasets` has saved.
+
+The columns `messages`, `id`, `tools` and `images` are read, others are not. A table has every key in every row: keys
+that are null are left out. Images as bytes, alone or as `datasets` has them, become data URIs. Needs pyarrow, which is
+imported where a table is opened. No torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from prefix_train.rows import Line
+
+COLUMNS = ("id", "messages", "tools", "images")
+
+SAVED, SPLITS = "state.json", "dataset_dict.json"
+"""What `datasets` writes into a folder: of one split, and of several."""
+
+AT_ONCE = 64
+"""Rows that become Python objects at a time."""
+
+
+def is_table(path: Path) -> bool:
+    """Whether `path` is to be read as a table: a parquet file, or a folder with one or saved by `datasets`."""
+    if not path.is_dir():
+        return path.suffix == ".parquet"
+    return any((path / name).is_file() for name in (SAVED, SPLITS)) or next(path.rglob("*.parquet"), None) is not None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that hold the rows of `path`, in their order; of a file that is no table itself.
+
+    Raises UserError where a folder holds several splits, or is not what `datasets` saves.
+    """
+    if not path.is_dir():
+        return [path]
+    if (path / SPLITS).is_file():
+        splits = sorted(folder.name for folder in path.iterdir() if (folder / SAVED).is_file())
+        raise UserError(
+            f"{path} holds the splits {', '.join(splits)}: name one, as in {path / (splits or ['train'])[0]}"
+        )
+    if (path / SAVED).is_file():
+        return _saved(path)
+    files = sorted(path.rglob("*.parquet"))
+    splits = sorted({found[1] for file in files if (found := re.match(r"(.+)-\d+-of-\d+$", file.stem))})
+    if len(splits) > 1:
+        raise UserError(f"{path} holds the splits {', '.join(splits)}: name one file, or a folder with one split")
+    return files
+
+
+def _saved(path: Path) -> list[Path]:
+    try:
+        state = json.loads((path / SAVED).read_bytes())
+        names = [Path(entry["filename"]).name for entry in state["_data_files"]]
+        selected = state.get("_indices_data_files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path / SAVED} is not what `datasets` saves; save the data again ({error!r})") from error
+    if selected:
+        raise UserError(f"{path}: an old version of `datasets` saved a selection of rows here; save it with a new one")
+    return [path / name for name in names]
+
+
+@dataclass(frozen=True)
+class _File:
+    """An open file: its rows, and how many; groups: [G] the number of rows before the end of each row group."""
+
+    path: Path
+    reader: Any
+    columns: list[str]
+    groups: list[int]
+
+
+class Table:
+    """Rows of a table; `start` of one is its number in all files. Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError without pyarrow, or where a file cannot be read or has no column `messages`."""
+        self.folder = path if path.is_dir() else path.parent
+        self._files = [_open(file) for file in files_of(path)]
+        self._ends = list(accumulate(file.groups[-1] if file.groups else 0 for file in self._files))
+        if not self._ends or not self._ends[-1]:
+            raise UserError(f"{path}: the table has no rows")
+        self._kept: tuple[int, int] | None = None
+        self._group: Any = None
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Line]:
+        number = 0
+        for place, file in enumerate(self._files):
+            for index in range(len(file.groups)):
+                with self._lock:
+                    group = self._load(place, index)
+                for first in range(0, group.num_rows, AT_ONCE):
+                    for row in group.slice(first, AT_ONCE).to_pylist():
+                        yield self._line(place, number, row)
+                        number += 1
+
+    def line(self, source: str, start: int, length: int) -> Line:
+        """The row of number `start`; the group of rows that was read last stays in memory."""
+        place = bisect_right(self._ends, start)
+        before = self._ends[place - 1] if place else 0
+        groups = self._files[place].groups
+        index = bisect_right(groups, start - before)
+        first = before + (groups[index - 1] if index else 0)
+        with self._lock:
+            (row,) = self._load(place, index).slice(start - first, 1).to_pylist()
+        return self._line(place, start, row)
+
+    def _load(self, place: int, index: int) -> Any:
+        if self._kept != (place, index):
+            self._kept, self._group = None, None
+            file = self._files[place]
+            self._group, self._kept = _reading(file.path, lambda: _group(file, index)), (place, index)
+        return self._group
+
+    def _line(self, place: int, number: int, row: dict[str, Any]) -> Line:
+        before = self._ends[place - 1] if place else 0
+        record = _plain(row)
+        if "id" in record:
+            record["id"] = str(record["id"])
+        content = json.dumps(record, default=str).encode()
+        return Line(f"{self._files[place].path}:{number - before + 1}", number, content)
+
+
+def _open(path: Path) -> _File:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(f"{path}: reading tables needs pyarrow: pip install 'prefix-train[parquet]'") from error
+    if path.suffix == ".parquet":
+        reader = _reading(path, lambda: pq.ParquetFile(path))
+        sizes = [reader.metadata.row_group(index).num_rows for index in range(reader.metadata.num_row_groups)]
+        names = reader.schema_arrow.names
+    else:
+        reader = _reading(path, lambda: pa.ipc.open_stream(pa.memory_map(str(path))).read_all())
+        sizes, names = [reader.num_rows], reader.column_names
+    if "messages" not in names:
+        raise UserError(f"{path}: the table has no column messages; it has {', '.join(names)}")
+    return _File(path, reader, [name for name in COLUMNS if name in names], list(accumulate(sizes)))
+
+
+def _group(file: _File, index: int) -> Any:
+    if file.path.suffix == ".parquet":
+        return file.reader.read_row_group(index, columns=file.columns)
+    return file.reader.select(file.columns)
+
+
+def _reading(path: Path, read: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return read()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path}: not a readable table: {str(error).splitlines()[0]}") from error
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it: no null in an object, images as paths or data URIs."""
+    if isinstance(value, bytes):
+        return f"data:image/*;base64,{base64.b64encode(value).decode()}"
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"bytes", "path"} and isinstance(value["bytes"], bytes | None):
+        return _plain(value["path"] if value["bytes"] is None else value["bytes"])
+    return {key: _plain(one) for key, one in value.items() if one is not None}
