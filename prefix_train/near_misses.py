@@ -120,7 +120,8 @@ class _Finder:
                     merged = True
                     frequent_first = sorted(variants, key=lambda variant: (-variant.examples, variant.first))
                     yield NearMiss(depth, before, tuple(frequent_first), after[:AROUND].copy(), saves)
-            self._count_again(fork)
+            if merged:
+                self._count_again(fork)
 
     def _rows(self, fork: Node) -> _Rows:
         window = self._stretch + self._follow
@@ -253,6 +254,8 @@ def groups(keys: Ints, length: Ints, branch: Ints, stretch: int, follow: int) ->
     begin = np.flatnonzero(np.r_[True, value[1:] != value[:-1]])
     end = np.r_[begin[1:], len(value)]
     several = branch[row[begin]] != branch[row[end - 1]]
+    if not several.any():
+        return
     taken = np.zeros(len(keys), np.bool_)
     for first, last in _largest_first(begin[several], end[several], row, at):
         free = ~taken[row[first:last]]
