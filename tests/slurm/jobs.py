@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import runfolder
+from prefix_train import heartbeat
 from slurm import life
 from slurm.policy import Life
 from tests.slurm.lab import Lab, LabError, wait_for
@@ -55,6 +56,16 @@ class Job:
     @property
     def lives(self) -> list[Life]:
         return life.read(self.run)
+
+    def pid(self, rank: int) -> int:
+        """Process of a rank by its own word, as its node numbers them: what it forks is called alike for a moment."""
+        (beat,) = heartbeat.read(self.run, [rank])
+        return beat.pid
+
+    def watcher(self, node: int) -> int:
+        """Process of a node's watcher, likewise."""
+        pid: int = runfolder.read_json(self.run / runfolder.HEARTBEAT / f"watch{node}.json")["pid"]
+        return pid
 
     def wait_update(self, update: int, attempt: int = 0, seconds: float = 300) -> None:
         """Wait until life `attempt` has come to `update`."""

@@ -95,7 +95,8 @@ def test_from_a_planted_fault_to_what_follows(
 
 
 def test_looking_at_a_live_job_ends_nothing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = jobs.start(lab, make_clone(tmp_path / "clone"), "model.build.do=slow", "train.updates=60")
+    options = ("model.build.do=slow", "train.updates=60", "watch.sample_gap_s=3")  # long enough to see an update go by
+    job = jobs.start(lab, make_clone(tmp_path / "clone"), *options)
     job.wait_update(3)
     command = [sys.executable, "-m", "slurm.diagnose", str(job.run), "--now", "--json"]
     began = time.monotonic()

@@ -217,8 +217,7 @@ def test_job_whose_watchers_never_start_ends(lab: Lab, clone: Path) -> None:
 def test_watcher_that_dies_takes_nothing_with_it_and_is_told(lab: Lab, clone: Path) -> None:
     job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25")
     job.wait_update(2)
-    (watcher,) = lab.processes("node2", "-m slurm.watch")
-    lab.inside("kill", "-9", watcher, node="node2")
+    lab.inside("kill", "-9", job.watcher(1), node="node2")
     job.end("COMPLETED")
     assert [life.cause for life in job.lives] == ["complete"]
     assert "; the watcher of node2 had died: from " in job.last_line
@@ -230,7 +229,7 @@ def test_rank_that_the_kernel_kills_for_lack_of_memory_is_no_fault_of_its_node(l
     job = jobs.start(lab, clone, "model.build.do=gorge", "train.updates=60")
     with memory_limit(64 << 20) as cgroup:
         job.wait_update(2)
-        (rank,) = lab.processes("node2", "-m slurm.rank")
+        rank = job.pid(1)
         for pid in (lab.parent("node2", rank), rank):
             lab.inside("sh", "-c", f"echo {pid} > {cgroup}/cgroup.procs", node="node2")
         job.end("FAILED")
@@ -407,8 +406,7 @@ def test_node_whose_network_falls_silent_is_left_out(lab: Lab, clone: Path) -> N
 def test_stopped_rank_is_named_and_its_node_left_out(lab: Lab, clone: Path) -> None:
     job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25", *jobs.SHARP)
     job.wait_update(5)
-    (pid,) = lab.processes("node2", "slurm.rank")
-    lab.inside("kill", "-STOP", pid, node="node2")
+    lab.inside("kill", "-STOP", job.pid(1), node="node2")
     job.end("COMPLETED")
     first, second = job.lives
     assert (first.cause, first.culprits, first.excluded) == ("hang", ("node2",), ("node2",))
