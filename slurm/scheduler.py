@@ -57,15 +57,21 @@ def names(*lists: str) -> tuple[str, ...]:
     return tuple(name for text in lists for name in ask("scontrol", "show", "hostnames", text).split())
 
 
+UNKILLED = "Kill task failed"
+"""Slurm's reason for a node where processes outlived their job by UnkillableStepTimeout."""
+
+
 def dead_nodes(nodes: Sequence[str], since: float) -> tuple[str, ...]:
     """Those of `nodes` that fell out after `since`, seconds since 1970.
 
-    Where Slurm says of none when that was: those that take no jobs at present, or do not respond.
+    Where Slurm says of none when that was: those that take no jobs at present, or do not respond. A node that fell out
+    because the job's end did not end its processes counts only where no other did: the end came before.
     """
-    lines = [line.split(None, 2) for line in _sinfo("-n", ",".join(nodes), "-o", "%N %T %H")]
-    dead = {name: _time(when) for name, state, when in lines if not _alive(state)}
-    fell = {name for name, when in dead.items() if when is not None and when >= since}
-    fell = fell or {name for name, when in dead.items() if when is None}
+    lines = [[*line.split(None, 3), ""] for line in _sinfo("-n", ",".join(nodes), "-o", "%N %T %H %E")]
+    dead = {name: (_time(when), reason) for name, state, when, reason, *_ in lines if not _alive(state)}
+    fell = {name for name, (when, _) in dead.items() if when is not None and when >= since}
+    fell = fell or {name for name, (when, _) in dead.items() if when is None}
+    fell = {name for name in fell if not dead[name][1].startswith(UNKILLED)} or fell
     return tuple(node for node in nodes if node in fell)
 
 

@@ -296,8 +296,10 @@ def test_watcher_that_died_is_written_down_once_and_told(run: Path) -> None:
         (("drained {before}", "down* {since}", "allocated* Unknown", "drained Unknown", "idle Unknown"), ("node2",)),
         (("drained {before}", "allocated* Unknown", "down a while ago", "idle Unknown"), ("node2", "node3")),
         (("drained {before}", "idle Unknown"), ()),
+        (("down* {since} Not responding", "draining {since} Kill task failed"), ("node1",)),
+        (("allocated Unknown none", "draining {since} Kill task failed"), ("node2",)),
     ],
-    ids=["since", "nobody knows when", "before"],
+    ids=["since", "nobody knows when", "before", "its end did not end its processes", "only that"],
 )
 def test_a_life_that_could_not_say_how_it_ended_blames_nodes_that_fell_out_in_it(
     run: Path, monkeypatch: pytest.MonkeyPatch, said: tuple[str, ...], culprits: tuple[str, ...]
@@ -308,7 +310,7 @@ def test_a_life_that_could_not_say_how_it_ended_blames_nodes_that_fell_out_in_it
     shifts = {"before": -3600, "since": 30}
 
     def answer(*argv: str) -> str:
-        assert argv[-1] == "%N %T %H"
+        assert argv[-1] == "%N %T %H %E"
         now = {name: time.strftime("%FT%T", time.localtime(time.time() + by)) for name, by in shifts.items()}
         return "".join(f"{node} {line.format(**now)}\n" for node, line in zip(nodes, said, strict=True))
 
