@@ -233,6 +233,8 @@ def _sbatch(config: Config) -> Iterator[str]:
     for key, text in texts.items():
         if text is not None and any(unicodedata.category(letter) == "Cc" for letter in text):
             yield f"{key} holds a line break or another control character: an sbatch line can't"
+    if slurm.mem is not None and not re.fullmatch(r"(?i)\d+([KMGT](i?B)?)?", slurm.mem, re.ASCII):
+        yield f"slurm.mem is {slurm.mem!r}: write a number and K, M, G or T, for example 500G; 0 is all of a node"
     own = set(SLURM_TEXT) | {"nodes", "gpus_per_node", "cpus_per_task"}
     for name, text in slurm.extra.items():
         if name.replace("-", "_") in own:

@@ -238,7 +238,7 @@ class PreflightConfig:
     packages: list[str] = field(default_factory=list)
     """Packages to compare besides those that always matter."""
     allow: list[str] = field(default_factory=list)
-    """Findings that do not stop the job, by name; each is shown in the report."""
+    """Findings that do not stop the job, by name, `host.memory` for one; each is shown in the report."""
     min_free_disk_gib: float = 1.0
     """Least free space of the run folder's file system."""
     min_free_memory_gib: float = 1.0

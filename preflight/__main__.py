@@ -20,6 +20,7 @@ from preflight import drain, pairs, report
 from preflight.baseline import answer_path
 from preflight.environment import without_secrets
 from preflight.judge import Verdict, judge
+from preflight.names import check_allowed
 from preflight.states import Finding, NodeReport
 
 app = make_app("Is every node what it claims to be? Example: python -m preflight run")
@@ -167,7 +168,9 @@ def _config(run_folder: Path | None) -> tuple[Config, list[Finding]]:
         from configs.compose import from_run
     except ImportError as error:
         return Config(), [Finding("preflight.config", "broken", f"config.yaml cannot be read here: {error}")]
-    return from_run(run_folder), []
+    config = from_run(run_folder)
+    check_allowed(config.preflight.allow)
+    return config, []
 
 
 def _read(path: Path) -> NodeReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from configs import runfolder
@@ -14,6 +15,8 @@ from preflight.states import Finding
 PART = 1 << 16
 """Bytes from the beginning and from the end of each file that are compared: enough for another file and for one whose
 copying stopped, not for a spoilt byte in the middle."""
+MOST = 1000
+"""Files of a folder that are opened: all nodes do it at once, on one file server."""
 
 
 def wanted(config: Config) -> dict[str, Path]:
@@ -23,20 +26,43 @@ def wanted(config: Config) -> dict[str, Path]:
 
 
 def fingerprint(path: Path) -> dict[str, str]:
-    """File name -> `size:sha256 of the first and the last 64 KiB`, for a file or the files directly in a folder.
+    """File -> `size:sha256 of the first and the last 64 KiB`, for a file or all files below a folder.
 
-    Raises OSError where one cannot be read.
+    Of a folder with more than MOST files only their names and sizes are compared, as one sum. Raises OSError where
+    something cannot be read.
     """
-    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-    found = {}
-    for file in files:
-        with file.open("rb") as stream:
-            parts = stream.read(PART)
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - PART))
-            parts += stream.read(PART)
-        found[file.name] = f"{size}:{hashlib.sha256(parts).hexdigest()[:16]}"
-    return found
+    if not path.is_dir():
+        return {_text(path.name): _ends(path)}
+    files = sorted(_below(path))
+    if len(files) <= MOST:
+        return {_text(file.relative_to(path).as_posix()): _ends(file) for file in files}
+    listed = "\0".join(f"{_text(file.relative_to(path).as_posix())}\0{file.stat().st_size}" for file in files)
+    digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
+    return {f"{len(files)} files": f"names and sizes:{digest}"}
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files below `folder`; a folder that cannot be listed is an OSError, which os.walk would pass over."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for found, _, names in os.walk(folder, onerror=refuse):
+        yield from (file for name in names if (file := Path(found, name)).is_file())
+
+
+def _text(name: str) -> str:
+    """A name that any report can hold: bytes that are no UTF-8 are written out."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def _ends(file: Path) -> str:
+    with file.open("rb") as stream:
+        parts = stream.read(PART)
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - PART))
+        parts += stream.read(PART)
+    return f"{size}:{hashlib.sha256(parts).hexdigest()[:16]}"
 
 
 def check_files(setting: Setting) -> Finding:

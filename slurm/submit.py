@@ -33,6 +33,7 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import heartbeat
+from preflight.names import check_allowed
 from slurm import acts, finish, freeze, planned, records, sbatch, scheduler, standing, sweep
 from slurm.scheduler import NoAnswer
 from slurm.watch import is_alive
@@ -49,6 +50,7 @@ MAX_NAME = 48
 
 def resolve(config: Config, folder: Path) -> Config:
     """`config` with absolute paths, relative ones being relative to `folder`; what must be there already is."""
+    check_allowed(config.preflight.allow)
 
     def absolute(text: str | None) -> str | None:
         return None if text is None else os.path.abspath(folder / text)

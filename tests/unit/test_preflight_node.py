@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import errno
 import hashlib
@@ -16,8 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from configs.errors import UserError
 from configs.schema import Config, DataConfig, ModelConfig, SlurmConfig
-from preflight import cgroup, environment, files, host, imports, known_bad, mounts, network, programs
+from preflight import cgroup, environment, files, host, imports, known_bad, mounts, names, network, programs
 from preflight.setting import Setting
 from preflight.states import Finding
 
@@ -374,6 +376,41 @@ def test_data_whose_end_was_not_copied(tmp_path: Path) -> None:
     other_size, _, other = files.fingerprint(cut)["cut"].partition(":")
     assert size == other_size == "1000000"
     assert digest != other
+
+
+def test_data_in_folders_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved dataset keeps its files in folders of their own; of very many files names and sizes are compared."""
+    for name, text in {"dataset_dict.json": "{}", "train/data.arrow": "abc", "train/extra/odd \udcff.txt": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    whole = files.fingerprint(tmp_path)
+    assert list(whole) == ["dataset_dict.json", "train/data.arrow", "train/extra/odd \\xff.txt"]
+    (tmp_path / "train" / "data.arrow").write_text("abd")
+    assert {name for name, value in files.fingerprint(tmp_path).items() if whole[name] != value} == {"train/data.arrow"}
+    monkeypatch.setattr(files, "MOST", 2)
+    many = files.fingerprint(tmp_path)
+    assert list(many) == ["3 files"]
+    (tmp_path / "train" / "data.arrow").write_text("abcd")
+    assert files.fingerprint(tmp_path) != many
+
+
+def test_names_that_preflight_allow_may_hold() -> None:
+    """Every name in the sources, and nothing else: what is mistyped would allow nothing, in silence."""
+    texts = [
+        node.args[0].value
+        for path in Path(files.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
+        and (getattr(node.func, "id", "") == "Finding" or node.args[0].value == "host.disk")
+    ]  # fmt: skip
+    assert set(texts) == names.CHECKS
+    assert {f"host.{name}" for name in host.CHECKS} <= names.CHECKS
+    names.check_allowed(["host.memory", "import.flash_attn", "known.triton_hopper_gradients"])
+    with pytest.raises(UserError, match=r"no check is called 'host.memry': did you mean host.memory\?"):
+        names.check_allowed(["host.memory", "host.memry"])
+    for wrong in ("import.", "known.nothing_such", "", "host"):
+        with pytest.raises(UserError, match="no check is called"):
+            names.check_allowed([wrong])
 
 
 def test_a_shared_library_that_was_cut_short(tmp_path: Path) -> None:
