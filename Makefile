@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo test test-all test-cluster lint replays bench-cpu bench-preflight bench-hangs bench-overhead clean
+.PHONY: setup demo docs test test-all test-cluster lint replays bench-cpu bench-preflight bench-hangs bench-overhead clean
 
 setup: $(READY)
 
@@ -20,6 +20,10 @@ $(READY): pyproject.toml .ci/constraints.txt
 
 demo: $(READY)
 	$(BIN)/python -m slurm.submit configs/digits.yaml cluster=local
+
+# The guides and, written from the source, all options and commands: open build/docs/index.html.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
 
 lint: $(READY)
 	$(BIN)/ruff check .
