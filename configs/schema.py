@@ -23,8 +23,9 @@ class ModelConfig:
     """Seed of the random weights of `build`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the frozen weights and of computing. Trainable parameters are float32 masters in either case."""
-    attention: Literal["auto", "merged", "flex", "dense"] = "auto"
-    """Kernels of tree attention: merged dense pieces, FlexAttention (CUDA only), or the dense reference."""
+    attention: Literal["auto", "merged", "joined", "flex", "dense"] = "auto"
+    """Kernels of tree attention: merged dense pieces, the same pieces joined in one pass (CUDA and Triton only),
+    FlexAttention (CUDA only), or the dense reference."""
     deltanet: Literal["auto", "reference", "fla"] = "auto"
     """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only)."""
     elementwise: Literal["auto", "torch", "liger"] = "auto"
@@ -144,7 +145,7 @@ class MemoryConfig:
     """Keep what attention has computed (output and log-sum-exp), so that a layer's recomputation does not do it again:
     `none`; a number: in the last so many layers with attention; `auto`: in all. Gradients stay the same to the bit. In
     layers whose inputs wait in pinned host memory the output does too: `prefix-train budget` shows how much. Needs
-    `memory.recompute`; without effect where `model.attention` is not `merged`."""
+    `memory.recompute`; without effect where `model.attention` is neither `merged` nor `joined`."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,14 @@ class EvaluateConfig:
     examples: int | None = None
     """Held-out examples that are used; none: all."""
     generate: bool = True
-    """Also generate answers (the prefix is computed once) and count exact matches."""
+    """Also generate answers, greedily, each shared beginning computed once, when training has ended; all ranks do."""
+    metrics: list[str] = field(default_factory=lambda: ["exact"])
+    """What is measured of the answers. `exact`: letter by letter. `json`: objects, field by field. `FILE.py:FUNCTION`:
+    a function of your own; docs/guides/evaluation.md."""
     max_new_tokens: int = 64
     """Most tokens of a generated answer."""
+    cache_tokens: int = 262144
+    """Most tokens, prompts and answers, that the caches of answers which are generated together may hold on a rank."""
     chance: float | None = None
     """Accuracy that guessing would reach; printed beside the measured one."""
 

@@ -2,7 +2,8 @@
 
 `dense` is the reference. `merged` puts the same softmax together from dense pieces: each segment's own causal part, and
 for each node one unmasked rectangle in which all its descendants, contiguous in depth-first order, read the node in
-full. Pieces are joined by their log-sum-exp. `flex` is FlexAttention with a block mask made from the segment table.
+full. Pieces are joined by their log-sum-exp; `joined` does that to the same pieces in one pass. `flex` is
+FlexAttention with a block mask made from the segment table.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
-from prefix_train import shelf
+from prefix_train import joined, shelf
 from prefix_train.flex import flex_attention
 from prefix_train.layout import Block, Layout, Rectangle
-from prefix_train.pieces import pieces_for
+from prefix_train.pieces import Triple, pieces_for, sum_heads
 
-KERNELS = ("merged", "flex", "dense")
+KERNELS = ("merged", "joined", "flex", "dense")
 
 
 def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """What `kernels` (`auto`, `merged`, `flex` or `dense`) means on `device` for inputs in `dtype`.
+    """What `kernels` (`auto`, `merged`, `joined`, `flex` or `dense`) means on `device` for inputs in `dtype`.
 
     Merged pieces on CUDA are of 16 bits: `auto` means `flex` there for wider inputs. UserError for what cannot run.
     """
@@ -32,8 +33,10 @@ def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype = tor
         return "flex" if device.type == "cuda" and dtype.itemsize > 2 else "merged"
     if kernels not in KERNELS:
         raise UserError(f"attention kernels {kernels!r} are unknown: write auto, {', '.join(KERNELS)}")
-    if kernels == "flex" and device.type != "cuda":
-        raise UserError(f"attention kernels 'flex' run on CUDA, not on {device.type}: set model.attention=merged")
+    if kernels in ("flex", "joined") and device.type != "cuda":
+        raise UserError(f"attention kernels {kernels!r} run on CUDA, not on {device.type}: set model.attention=merged")
+    if kernels == "joined" and not joined.available():
+        raise UserError(joined.WITHOUT_TRITON)
     return kernels
 
 
@@ -52,9 +55,9 @@ def tree_attention(
         return _dense(query, key, value, layout, scale)
     if kernels == "flex":
         return flex_attention(query, key, value, layout, scale)
-    if kernels != "merged":
+    if kernels not in ("merged", "joined"):
         raise ValueError(f"attention kernels {kernels!r} are unknown: {', '.join(KERNELS)}")
-    out: Tensor = _Merged.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _Merged.apply(query, key, value, layout, scale, kernels == "joined")  # type: ignore[no-untyped-call]
     return out
 
 
@@ -76,40 +79,94 @@ class _Merged(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, in_one_pass: bool
+    ) -> Tensor:
         kept = shelf.current()
         found = None if kept is None else kept.take()
         if found is None:
-            out, lse = _merged(query, key, value, layout, scale)
+            out, lse = (_joined if in_one_pass else _merged)(query, key, value, layout, scale)
             if kept is not None:
                 kept.put(out, lse)
         else:
             out, lse = found
         out = out.transpose(1, 2)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.layout, ctx.scale = layout, scale
+        ctx.layout, ctx.scale, ctx.in_one_pass = layout, scale, in_one_pass
         return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, lse = ctx.saved_tensors
-        layout: Layout = ctx.layout
-        pieces = pieces_for(query)
-        grad = grad.transpose(1, 2)
-        sums = [torch.empty_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        for block in layout.blocks:
-            of_rows = _take(block, grad), _take_all(block, query, key, value), _take(block, out), _take(block, lse)
-            for total, share in zip(sums, pieces.backward(*of_rows, ctx.scale, True), strict=True):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        shares = _Shares(grad.transpose(1, 2), ctx.saved_tensors, ctx.layout, ctx.scale)
+        gradients = shares.joined() if ctx.in_one_pass else shares.merged()
+        return *gradients, None, None, None
+
+
+class _Shares:
+    """The gradients that each piece gives. grad: [1, H, T, D]. saved: query, key, value, merged output and lse."""
+
+    def __init__(self, grad: Tensor, saved: tuple[Tensor, ...], layout: Layout, scale: float) -> None:
+        self.grad, self.layout, self.scale = grad, layout, scale
+        self.query, self.key, self.value, self.out, self.lse = saved
+        self.pieces = pieces_for(self.query)
+
+    def of_block(self, block: Block) -> Triple:
+        """Each segment's own causal part."""
+        inputs = _take_all(block, self.query, self.key, self.value)
+        return self.pieces.backward(
+            _take(block, self.grad), inputs, _take(block, self.out), _take(block, self.lse), self.scale, True
+        )
+
+    def of_rectangle(self, node: Rectangle) -> Triple:
+        """Descendants' reading of a node."""
+        rows, inputs = slice(node.row_start, node.row_end), _rectangle(node, self.query, self.key, self.value)
+        return self.pieces.backward(
+            self.grad[:, :, rows], inputs, self.out[:, :, rows], self.lse[:, :, rows], self.scale, False
+        )
+
+    def merged(self) -> Triple:
+        """Added up in the wider dtype, one after the other."""
+        heads, inputs = self.key.shape[1], (self.query, self.key, self.value)
+        sums = [torch.empty_like(x, dtype=self.lse.dtype) for x in inputs]
+        for block in self.layout.blocks:
+            query, *others = self.of_block(block)
+            for total, share in zip(sums, (query, *(sum_heads(x, heads) for x in others)), strict=True):
                 _put(block, total, share)
-        for node in layout.rectangles:
+        for node in self.layout.rectangles:
             rows, cols = slice(node.row_start, node.row_end), slice(node.col_start, node.col_end)
-            inputs = _rectangle(node, query, key, value)
-            shares = pieces.backward(grad[:, :, rows], inputs, out[:, :, rows], lse[:, :, rows], ctx.scale, False)
-            for total, share, place in zip(sums, shares, (rows, cols, cols), strict=True):
-                total[:, :, place] += share
-        grads = [total.to(x.dtype) for total, x in zip(sums, (query, key, value), strict=True)]
-        return grads[0], grads[1], grads[2], None, None
+            query, *others = self.of_rectangle(node)
+            sums[0][:, :, rows] += query
+            for total, share in zip(sums[1:], others, strict=True):
+                total[:, :, cols] += sum_heads(share, heads)
+        of_query, of_key, of_value = (total.to(x.dtype) for total, x in zip(sums, inputs, strict=True))
+        return of_query, of_key, of_value
+
+    def joined(self) -> Triple:
+        """The query's in one pass in the end; those of keys and values, a few heads, as they come."""
+        of_query, sums = [], [torch.empty_like(x, dtype=torch.float32) for x in (self.key, self.value)]
+        for block in self.layout.blocks:
+            query, *others = self.of_block(block)
+            of_query.append(query)
+            rows = None if block.start is not None else block.rows
+            for total, share in zip(sums, others, strict=True):
+                joined.add_heads(total, share, block.start, rows, more=False)
+        for node in self.layout.rectangles:
+            query, *others = self.of_rectangle(node)
+            of_query.append(query)
+            for total, share in zip(sums, others, strict=True):
+                joined.add_heads(total, share, node.col_start, None, more=True)
+        whole = joined.add(of_query, self.layout, self.query)
+        return whole, sums[0].to(self.key.dtype), sums[1].to(self.value.dtype)
+
+
+def _joined(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    """As `_merged`, with no more written than the pieces and what they come to."""
+    joined.require(query)
+    pieces = pieces_for(query)
+    found = [pieces.forward(_take_all(block, query, key, value), scale, True) for block in layout.blocks]
+    found += [pieces.forward(_rectangle(node, query, key, value), scale, False) for node in layout.rectangles]
+    return joined.join([out for out, _ in found], [lse for _, lse in found], layout)
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ class Pieces(Protocol):
         """Output [B, Hq, L, D] and log-sum-exp of a piece; inputs: query, key, value."""
 
     def backward(self, grad: Tensor, inputs: Triple, out: Tensor, lse: Tensor, scale: float, causal: bool) -> Triple:
-        """Gradients of query, key and value."""
+        """Gradients of query, key and value; the last two with Hk heads, or with Hq, for each query head its share."""
 
 
 class CpuPieces:
@@ -94,8 +94,7 @@ class CudaPieces:
                 seed,
                 scale=scale,
             )
-        heads = inputs[1].shape[1]
-        return grads[0], _sum_heads(grads[1], heads), _sum_heads(grads[2], heads)
+        return grads
 
     def _suits_cudnn(self, query: Tensor, key: Tensor) -> bool:
         # cuDNN refuses a single key, and short pieces are no faster with it.
@@ -128,7 +127,7 @@ def _one_head_each(inputs: Triple) -> Triple:
     return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _sum_heads(grad: Tensor, heads: int) -> Tensor:
+def sum_heads(grad: Tensor, heads: int) -> Tensor:
     """[B, Hq, C, D] -> [B, heads, C, D], summed in float32."""
     return (
         grad

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from configs.errors import UserError
-from prefix_train import flex, pieces
+from prefix_train import flex, joined, pieces
 from prefix_train.attention import resolve_kernels, tree_attention
 from prefix_train.layout import Layout
 from tests import trees
@@ -189,13 +189,23 @@ def test_resolve_kernels() -> None:
     assert resolve_kernels("dense", cpu) == "dense"
     with pytest.raises(UserError, match="'flex' run on CUDA, not on cpu"):
         resolve_kernels("flex", cpu)
-    with pytest.raises(UserError, match=r"'flash' are unknown: write auto, merged, flex, dense"):
+    with pytest.raises(UserError, match="'joined' run on CUDA, not on cpu"):
+        resolve_kernels("joined", cpu)
+    with pytest.raises(UserError, match=r"'flash' are unknown: write auto, merged, joined, flex, dense"):
         resolve_kernels("flash", cpu)
     layout = Layout.from_tree([4], [-1])
     with pytest.raises(UserError, match="'flex' run on CUDA, not on cpu"):
         tree_attention(*inputs(layout, torch.float32), layout, SCALE, "flex")
     with pytest.raises(ValueError, match="'sdpa'"):
         tree_attention(*inputs(layout, torch.float32), layout, SCALE, "sdpa")
+
+
+def test_joined_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "available", lambda: False)
+    with pytest.raises(UserError, match="need Triton: install prefix-train"):
+        resolve_kernels("joined", torch.device("cuda"))
+    monkeypatch.setattr(joined, "available", lambda: True)
+    assert resolve_kernels("joined", torch.device("cuda")) == "joined"
 
 
 def test_another_layout_is_refused() -> None:
