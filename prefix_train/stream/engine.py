@@ -21,7 +21,7 @@ from prefix_train import model as models
 from prefix_train import offload, patch
 from prefix_train.model import Out
 from prefix_train.stream import sources
-from prefix_train.stream.frozen import Frozen
+from prefix_train.stream.frozen import Frozen, shared_memory
 from prefix_train.stream.head import Embedding, Head
 from prefix_train.stream.ring import Figures, Ring, Source, Unit
 from prefix_train.stream.schedule import resident_blocks
@@ -137,7 +137,10 @@ class Streamed(models.Root):
         self.handle.by_layers = True
         self.norm: nn.Module = self.anatomy.decoder.norm
         self.lowest = _lowest_adapted(self.anatomy.layers)
-        self._frozen = [Frozen(layer, block) for layer, block in zip(self.anatomy.layers, store.layers, strict=True)]
+        shared = shared_memory(store.layers, self.dtype, device)
+        self._frozen = [
+            Frozen(layer, block, shared) for layer, block in zip(self.anatomy.layers, store.layers, strict=True)
+        ]
         self.anatomy.base.get_input_embeddings().forward = Embedding(store)
         _leave(self.anatomy.base.get_input_embeddings())
         _leave(self.anatomy.head)

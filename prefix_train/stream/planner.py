@@ -257,7 +257,9 @@ def _weights(config: Config, files: Files, resident: int, found: Budget) -> list
     words = found.geometry.vocabulary
     tile = min(config.train.loss_chunk_words or words, words)
     tiles = min(HEAD_TILES, -(-words // tile))
-    one = tensor_bytes(tile, found.geometry.hidden, itemsize=ITEMSIZE[config.model.dtype])
+    itemsize = ITEMSIZE[config.model.dtype]
+    one = tensor_bytes(tile, found.geometry.hidden, itemsize=itemsize)
+    matrix = files.matrix * itemsize + min(files.matrix, SCRATCH[0]) * SCRATCH[1]
     trained = next(term for term in found.terms if term.name == "trained parameters")
     context, workspaces, lost = (CONTEXT, WORKSPACES, FRAGMENTS) if config.slurm.gpus_per_node else (0, 0, 0)
     return [
@@ -267,6 +269,7 @@ def _weights(config: Config, files: Files, resident: int, found: Budget) -> list
         Term("slots", slots * largest, "gpu", f"{slots} x {largest:,} B, the largest block that passes through"),
         Term("resident blocks", sum(staying), "gpu", f"{resident} of {len(files.blocks)} blocks"),
         Term("tiles of the head", tiles * one, "gpu", f"{tiles} x {tile:,} words x {found.geometry.hidden:,}"),
+        Term("dequantised matrix", matrix, "gpu", f"the largest, {files.matrix:,} elements, and scratch"),
         Term("last norm, vision tower", files.staying, "gpu", "as stored"),
         trained,
     ]
@@ -286,9 +289,6 @@ def _activations(config: Config, files: Files, found: Budget) -> Iterator[Term]:
         elif term.name in ("one layer recomputed", "gradients in the layer", "logits of a chunk"):
             yield term
     yield Term("residual stream", (packs + 1) * one, "gpu", f"of {packs} packs, and a block's output")
-    matrix = files.matrix * itemsize + min(files.matrix, SCRATCH[0]) * SCRATCH[1]
-    matrix = max(0, matrix - tensor_bytes(_rows(config, positions), geometry.mlp_width(0), itemsize=itemsize))
-    yield Term("dequantised matrix", matrix, "gpu", "beyond what the feed-forward has let go of by then", "layer")
     width = geometry.hidden * (itemsize + 4)
     what = f"{packs} x {rows:,} rows: inputs and float32 gradient"
     yield Term("prediction rows", packs * rows * width, "gpu", what, "loss")

@@ -23,8 +23,9 @@ from prefix_train.stream.manifest import ALIGNMENT, BlockFile
 from prefix_train.stream.schedule import Load, Schedule
 from prefix_train.stream.store import Store
 
-PIECE = 16 << 20
-"""Bytes that one thread reads, and one copy moves, at a time."""
+PIECE = 32 << 20
+"""Bytes that one thread reads, and one copy moves, at a time: each piece costs the interpreter some time, of which the
+computing thread has to have nearly all."""
 
 
 @dataclass(frozen=True)
@@ -42,23 +43,39 @@ class Unit:
 
 
 class Source:
-    """Bytes of units on the host: read from the store's files, or from pinned copies of them."""
+    """Bytes of units on the host: read from the store's files, or from pinned copies of them.
+
+    Nothing is allocated once it is made: files are read into pinned memory that each lane has, pinned copies are sent
+    whole by the thread that asks for them.
+    """
 
     def __init__(self, store: Store, device: torch.device, readers: int, pinned: bool = False) -> None:
         self.store, self.device = store, device
         self._pinned: dict[str, Pinned] | None = {} if pinned and device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(readers, "stream-reader")
-        self._lanes: SimpleQueue[_Lane] = SimpleQueue()
+        self._lanes: list[_Lane] = []
+        self._free: SimpleQueue[_Lane] = SimpleQueue()
         if device.type == "cuda":
-            for _ in range(2 * readers):
-                self._lanes.put(_Lane(device, PIECE if self._pinned is None else 0))
+            self._lanes = [_Lane(device, 0)] if pinned else [_Lane(device, PIECE) for _ in range(2 * readers)]
+            for lane in self._lanes:
+                self._free.put(lane)
 
     def bring(self, unit: Unit, into: Tensor, after: Any) -> list[Future[Any]]:
         """Begin to fill `into`, uint8 on the device, behind the event `after`; each future has a piece's own event."""
+        if self._pinned is not None:
+            whole = self._pinned[unit.block.name].tensor[unit.offset : unit.offset + unit.nbytes]
+            sent: Future[Any] = Future()
+            sent.set_result(self._lanes[0].move(whole, into[: unit.nbytes], after))
+            return [sent]
         return [
             self._pool.submit(self._move, unit, start, into[start : min(start + PIECE, unit.nbytes)], after)
             for start in range(0, unit.nbytes, PIECE)
         ]
+
+    def writes_to(self, memory: Tensor) -> None:
+        """Copies go to `memory`: once nobody has it any more, others get it when they are over, not before."""
+        for lane in self._lanes:
+            memory.record_stream(lane.stream)
 
     def close(self) -> None:
         """Let the threads end."""
@@ -66,11 +83,13 @@ class Source:
 
     def pin(self, units: Sequence[Unit]) -> None:
         """Keep the units' files in pinned memory, if that was asked for."""
-        list(self._pool.map(self._pin, {unit.block.name: unit for unit in units}.values()))
+        if self._pinned is not None:
+            list(self._pool.map(self._pin, {unit.block.name: unit for unit in units}.values()))
 
     def _pin(self, unit: Unit) -> None:
-        if self._pinned is not None and unit.block.name not in self._pinned:
-            # torch's allocator would round it up to a power of two; registered as one, for pieces begin anywhere in it
+        assert self._pinned is not None
+        if unit.block.name not in self._pinned:
+            # torch's allocator would round it up to a power of two; registered as one, for units begin anywhere in it
             whole = Pinned(unit.block.nbytes, unit.block.nbytes)
             self.store.read_into(unit.block, whole.tensor)
             self._pinned[unit.block.name] = whole
@@ -79,19 +98,13 @@ class Source:
         if self.device.type != "cuda":
             self.store.read_into(unit.block, into, unit.offset + start)
             return None
-        lane = self._lanes.get()
+        lane = self._free.get()
         try:
-            return lane.move(self._on_host(unit, start, len(into), lane), into, after)
+            staged = lane.staging(len(into))
+            self.store.read_into(unit.block, staged, unit.offset + start)
+            return lane.move(staged, into, after)
         finally:
-            self._lanes.put(lane)
-
-    def _on_host(self, unit: Unit, start: int, nbytes: int, lane: _Lane) -> Tensor:
-        first = unit.offset + start
-        if self._pinned is not None and (whole := self._pinned.get(unit.block.name)) is not None:
-            return whole.tensor[first : first + nbytes]
-        staged = lane.staging(nbytes)
-        self.store.read_into(unit.block, staged, first)
-        return staged
+            self._free.put(lane)
 
 
 class _Lane:
@@ -99,26 +112,23 @@ class _Lane:
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copied: Any = None
 
     def staging(self, nbytes: int) -> Tensor:
         """Pinned memory that nothing is copied out of any more."""
         if self._copied is not None:
             self._copied.synchronize()
-        if len(self._memory) < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return self._memory[:nbytes]
 
     def move(self, source: Tensor, into: Tensor, after: Any) -> Any:
         """Begin the copy; the event at its end."""
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             if after is not None:
-                self._stream.wait_event(after)
+                self.stream.wait_event(after)
             into.copy_(source, non_blocking=True)
-            into.record_stream(self._stream)  # a ring that goes away leaves no memory that is still written to
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._copied.record(self._stream)
+            self._copied.record(self.stream)
         return self._copied
 
 
@@ -152,6 +162,8 @@ class Ring:
         self._coming: list[list[Future[Any]]] = [[] for _ in self._slots]
         source.pin(units)
         self._resident = {place: aligned_empty(units[place].nbytes, device) for place in resident}
+        for memory in (*self._slots, *self._resident.values()):
+            source.writes_to(memory)
         for place, memory in self._resident.items():
             self._settle(source.bring(units[place], memory, self._now()))
 

@@ -74,13 +74,15 @@ class Store:
     def read_into(self, block: BlockFile, out: Tensor, offset: int = 0) -> None:
         """Fill `out`, uint8 and contiguous on the CPU, with the file's bytes from `offset` on. UserError if it ends."""
         view, done = out.numpy().data, 0
-        with self.path(block).open("rb", buffering=0) as file:
-            file.seek(offset)
+        file = os.open(self.path(block), os.O_RDONLY | os.O_CLOEXEC)
+        try:
             while done < len(view):
-                got = file.readinto(view[done : done + SLICE])
+                got = os.preadv(file, [view[done:]], offset + done)
                 if not got:
                     raise self._damage(block, offset + done, f"{block.nbytes:,} bytes", f"{offset + done:,}: cut off")
                 done += got
+        finally:
+            os.close(file)
 
     def check_file(self, block: BlockFile) -> None:
         """Raise UserError unless the block's file is there, as long as it should be, and this store's by its header."""
@@ -140,16 +142,21 @@ class Store:
         return UserError(f"{where}: expected {expected}, found {found}; remove the store and build it again")
 
 
+def parts_of(stored: Stored, buffer: Tensor) -> nf4.Parts:
+    """Views of `buffer`, the bytes of the whole block (uint8, on any device, aligned to 64 bytes): `stored`'s parts."""
+    return {
+        name: buffer[part.offset : part.offset + part.nbytes].view(part.dtype).view(part.shape)
+        for name, part in stored.parts.items()
+    }
+
+
 def unpack(stored: Stored, buffer: Tensor, out: Tensor | None = None, chunk: int = nf4.CHUNK) -> Tensor:
     """`stored` out of `buffer`, the bytes of its whole block (uint8, on any device, aligned to 64 bytes).
 
     A plain tensor is a view of `buffer`, or is copied to `out`. An NF4 one is dequantised to its dtype, `chunk`
     elements at a time, into `out` or a new tensor.
     """
-    parts = {
-        name: buffer[part.offset : part.offset + part.nbytes].view(part.dtype).view(part.shape)
-        for name, part in stored.parts.items()
-    }
+    parts = parts_of(stored, buffer)
     if stored.weights == "plain":
         return parts["data"] if out is None else out.copy_(parts["data"])
     if out is None:

@@ -107,7 +107,7 @@ def copy_late(patch: pytest.MonkeyPatch, pause: int = PAUSE) -> None:
     move = ring._Lane.move
 
     def late(self: Any, *given: Any) -> Any:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             torch.cuda._sleep(pause)  # type: ignore[no-untyped-call]
         return move(self, *given)
 

@@ -19,7 +19,6 @@ from prefix_train.stream import bench, bench_bound, bench_gate, bench_row, build
 from prefix_train.stream.bench import Case, parse, ratios, text
 from prefix_train.stream.figures import Misleading
 from prefix_train.stream.places import Choice
-from prefix_train.stream.store import unpack
 
 CPU = torch.device("cpu")
 TINY = str(Path(__file__).parents[1] / "data" / "tiny-geometry.yaml")
@@ -51,11 +50,13 @@ def test_gate_holds_streamed_gradients_against_resident_ones(case: Case, tmp_pat
 
 @pytest.mark.usefixtures("few_examples")
 def test_gate_fails_where_a_block_is_read_wrong(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(stored: Any, buffer: Tensor, *rest: Any) -> Tensor:
-        found = unpack(stored, buffer, *rest)
-        return found.roll(1, 0) if stored.name.endswith("gate_proj.weight") else found
+    whole = frozen.Matrix.whole
 
-    monkeypatch.setattr(frozen, "unpack", wrong)
+    def wrong(self: frozen.Matrix, product: bool) -> Tensor:
+        found = whole(self, product)
+        return found.roll(1, 0) if self.stored.name.endswith("gate_proj.weight") else found
+
+    monkeypatch.setattr(frozen.Matrix, "whole", wrong)
     assert not bench_gate.gate(case.config(()), CPU, tmp_path / "store")["passed"]
 
 
