@@ -1,7 +1,8 @@
 """The causal convolution of Gated DeltaNet over a forest of segments.
 
 Each segment is preceded by the last W - 1 inputs of its root path, one convolution runs over everything, and the
-outputs of those warm-up rows are dropped: they are the only ones that read across a boundary.
+outputs of those warm-up rows are dropped: they are the only ones that read across a boundary. Kernels that take what
+comes before each segment apart from the buffer need neither: a buffer of the size of the inputs is read once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def tree_conv(
     """Depthwise causal convolution where each token reads the W - 1 tokens before it on its root path.
 
     x: [T, C]. weight: [C, W], last tap at the token itself. bias: [C] or None. activation: `silu` or None. kernels:
-    `reference` or `fla`. Computed in at least float32; returns [T, C] in the dtype of x.
+    `reference`, `fla`, `fla_segments` or `fla_cuda`. Computed in at least float32; returns [T, C] in the dtype of x.
     Raises ValueError where the layout was built for another length or width, or the kernels are unknown.
     """
     if x.shape[0] != layout.total:
@@ -42,15 +43,58 @@ def tree_conv(
         )
     if activation not in ("silu", None):
         raise ValueError(f"the convolution's activation is {activation!r}; only 'silu' and None are known")
+    if kernels == "fla_segments":
+        whole: Tensor = _Segments.apply(x, weight, bias, layout.history, activation)  # type: ignore[no-untyped-call]
+        return whole
     extended: Tensor = _Extend.apply(x, layout.history)  # type: ignore[no-untyped-call]
     if kernels == "fla":
         convolved = flash_linear.convolve(extended, weight, bias, activation)
+    elif kernels == "fla_cuda":
+        convolved = flash_linear.convolve_cuda(extended, weight, bias, activation, layout.history)
     elif kernels == "reference":
         convolved = _Convolve.apply(extended, weight, bias, activation == "silu")  # type: ignore[no-untyped-call]
     else:
-        raise ValueError(f"convolution kernels {kernels!r} are unknown: reference, fla")
+        raise ValueError(f"convolution kernels {kernels!r} are unknown: reference, fla, fla_segments, fla_cuda")
     kept: Tensor = _Drop.apply(convolved, layout.history)  # type: ignore[no-untyped-call]
     return kept
+
+
+class _Segments(Function):
+    """Each segment by itself, from the last inputs of its root path, whose gradients add up at the originals."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, history: History, activation: str | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.history, ctx.activation = history, activation
+        states = _states(x, weight.shape[1], history)
+        return flash_linear.convolve_segments(x, weight, bias, activation, states, history)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x, weight, bias = ctx.saved_tensors
+        history: History = ctx.history
+        states = _states(x, weight.shape[1], history)
+        of_x, of_weight, of_bias, of_states = flash_linear.convolve_segments_backward(
+            grad, x, weight, bias, ctx.activation, states, history
+        )
+        rows = of_states[:, :, 1:].transpose(1, 2).reshape(-1, x.shape[1])
+        of_copies = sum_runs(rows.index_select(0, history.copied), history.copies)
+        total = of_x.index_select(0, history.origin).to(of_copies.dtype) + of_copies
+        return of_x.index_copy_(0, history.origin, total.to(of_x.dtype)), of_weight, of_bias, None, None
+
+
+def _states(x: Tensor, width: int, history: History) -> Tensor:
+    """[S, C, W] in at least float32: the last W - 1 inputs before each segment; the first of W is not read."""
+    rows = x.index_select(0, history.before).index_fill_(0, history.absent, 0)
+    states = torch.zeros(
+        len(history.cu_seqlens_cpu) - 1, x.shape[1], width,
+        dtype=torch.promote_types(x.dtype, torch.float32), device=x.device,
+    )  # fmt: skip
+    states[:, :, 1:] = rows.view(len(states), width - 1, x.shape[1]).transpose(1, 2)
+    return states
 
 
 class _Extend(Function):

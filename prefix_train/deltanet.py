@@ -21,20 +21,21 @@ from prefix_train.sums import sum_runs
 
 __all__ = ["resolve_kernels", "tree_conv", "tree_delta_rule"]
 
-KERNELS = ("reference", "fla")
+KERNELS = ("reference", "fla", "fla_segments", "fla_cuda")
+"""The last three compute the recurrence alike and differ in the convolution."""
 
 MAX_STATE_BYTES = 512 * 2**20
 """Most that the gathered states of one recurrent call may take."""
 
 
 def resolve_kernels(kernels: str, device: torch.device) -> str:
-    """What `kernels` (`auto`, `reference` or `fla`) means on `device`; UserError where that cannot run."""
+    """What `kernels` (`auto` or one of KERNELS) means on `device`; UserError where that cannot run."""
     if kernels == "auto":
         return "fla" if device.type == "cuda" else "reference"
     if kernels not in KERNELS:
-        raise UserError(f"deltanet kernels {kernels!r} are unknown: write auto, {' or '.join(KERNELS)}")
-    if kernels == "fla" and device.type != "cuda":
-        raise UserError(f"deltanet kernels 'fla' run on CUDA, not on {device.type}: set model.deltanet=reference")
+        raise UserError(f"deltanet kernels {kernels!r} are unknown: write auto, {', '.join(KERNELS)}")
+    if kernels != "reference" and device.type != "cuda":
+        raise UserError(f"deltanet kernels {kernels!r} run on CUDA, not on {device.type}: set model.deltanet=reference")
     return kernels
 
 
@@ -50,14 +51,14 @@ def tree_delta_rule(
     """Gated delta rule where each segment goes on from its parent's final state.
 
     query, key: [1, T, H, K], L2-normalised here; the query is scaled by 1 / sqrt(K). value: [1, T, HV, V], HV a
-    multiple of H. g: [1, T, HV], log of the decay. beta: [1, T, HV]. kernels: `reference` or `fla`.
+    multiple of H. g: [1, T, HV], log of the decay. beta: [1, T, HV]. kernels: one of KERNELS.
     The state is float32, with `reference` float64 where the value is; returns [1, T, HV, V] in the value's dtype.
     Raises ValueError where the shapes do not match the layout or the states of one call would exceed 512 MiB.
     """
     if query.shape[:2] != (1, layout.total):
         raise ValueError(f"the layout has {layout.total} positions, but the delta rule got {tuple(query.shape[:2])}")
     _limit_states(key, value, layout)
-    if kernels == "fla":
+    if kernels in KERNELS[1:]:
         return _over_levels([query, key, value, g, beta], layout, flash_linear.delta_rule)
     if kernels != "reference":
         raise ValueError(f"deltanet kernels {kernels!r} are unknown: {', '.join(KERNELS)}")

@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels (CUDA), imported when they are first used."""
+"""flash-linear-attention's kernels and causal-conv1d's (CUDA), imported when they are first used."""
 
 from __future__ import annotations
 
@@ -10,14 +10,66 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
-from prefix_train.layout import Group
+from prefix_train.layout import Group, History
+
+CONV = "fla.modules.causal_conv1d"
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Causal depthwise convolution of one sequence. x: [n, C]. weight: [C, W]. Returns [n, C]."""
-    causal_conv1d = _import("fla.modules.causal_conv1d", "causal_conv1d")
+    causal_conv1d = _import(CONV, "causal_conv1d")
     out: Tensor = causal_conv1d(x=x[None], weight=weight, bias=bias, activation=activation)[0]
     return out[0]
+
+
+def convolve_segments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: Tensor, history: History
+) -> Tensor:
+    """Causal depthwise convolution of each segment of [T, C] by itself. states: [S, C, W], the inputs before it, the
+    first of them unread. Returns [T, C]; no graph: see `convolve_segments_backward`."""
+    forward = _import(CONV, "causal_conv1d_fwd")
+    given = _of_segments(x, weight, bias, activation, states, history)
+    out: Tensor = forward(residual=None, **given)[0][0]
+    return out
+
+
+def convolve_segments_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    states: Tensor,
+    history: History,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of x, weight, bias and states."""
+    backward = _import(CONV, "causal_conv1d_bwd")
+    given = _of_segments(x, weight, bias, activation, states, history)
+    of_x, of_weight, of_bias, _, of_states = backward(dy=grad.contiguous()[None], dht=None, **given)
+    return of_x[0], of_weight, of_bias, of_states
+
+
+def _of_segments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: Tensor, history: History
+) -> dict[str, Any]:
+    return {
+        "x": x[None],
+        "weight": weight.contiguous(),
+        "bias": bias,
+        "initial_state": states,
+        "activation": activation,
+        "cu_seqlens": history.cu_seqlens,
+        "cu_seqlens_cpu": history.cu_seqlens_cpu,
+        "chunk_indices": history.chunk_indices,
+    }
+
+
+def convolve_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, history: History) -> Tensor:
+    """`convolve` by causal-conv1d, over x: [history.rows, C], where nothing reads across a segment's beginning."""
+    causal_conv1d_fn = _import("causal_conv1d", "causal_conv1d_fn")
+    of_rows = history.owner.to(torch.int32)[None]
+    out: Tensor = causal_conv1d_fn(x.t()[None], weight, bias, seq_idx=of_rows, activation=activation)
+    return out[0].t()
 
 
 def delta_rule(
@@ -64,8 +116,10 @@ def _import(module: str, name: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     except ImportError as error:
+        package = "causal-conv1d" if module == "causal_conv1d" else "flash-linear-attention"
+        which, instead = ("fla_cuda", "fla") if package == "causal-conv1d" else ("fla", "reference")
         raise UserError(
-            f"deltanet kernels 'fla' need flash-linear-attention, which cannot be imported here ({error}): "
-            "install prefix-train[gpu], or set model.deltanet=reference"
+            f"deltanet kernels {which!r} need {package}, which cannot be imported here ({error}): "
+            f"install prefix-train[gpu], or set model.deltanet={instead}"
         ) from error
     return function

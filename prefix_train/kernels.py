@@ -146,7 +146,7 @@ def watched() -> Iterator[Launches]:
 def searching_kernels(config: Config, device: torch.device) -> Geometry | None:
     """The model's sizes, where its layers run kernels that search; else None."""
     geometry = Geometry.of(read_config(config.model))
-    if not geometry.count("linear_attention") or resolve_kernels(config.model.deltanet, device) != "fla":
+    if not geometry.count("linear_attention") or resolve_kernels(config.model.deltanet, device) == "reference":
         return None
     return geometry
 

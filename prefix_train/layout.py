@@ -64,9 +64,18 @@ class History:
     kept: [T], row of each token. copy_to, copy_from: [N], row and token of each copy, by token and then by row.
     origin: [U], tokens that are copied, ascending. copies: [U], how often each is.
     source: [rows], token of each row, any where the row is zero. added: the warm-up rows. blank: those that are zero.
+    owner: [rows], segment of each row.
+
+    For a convolution that is given each segment's warm-up rows, [S * (W - 1)], apart from the buffer:
+    before: [S * (W - 1)], token of each, any where it is zero. absent: those that are zero. copied: [N], those that are
+    copies, in the order of copy_to. cu_seqlens: [S + 1], boundaries of the segments in the buffer; cu_seqlens_cpu: the
+    same on the host. chunk_indices: [chunks, 2], (segment, chunk) for chunks of CHUNK tokens.
     """
 
-    TABLES: ClassVar[tuple[str, ...]] = ("kept", "copy_to", "copy_from", "origin", "copies", "source", "added", "blank")
+    TABLES: ClassVar[tuple[str, ...]] = (
+        *("kept", "copy_to", "copy_from", "origin", "copies", "source", "added", "blank", "owner"),
+        *("before", "absent", "copied", "cu_seqlens", "chunk_indices"),
+    )
 
     rows: int
     kept: Tensor
@@ -77,6 +86,13 @@ class History:
     source: Tensor
     added: Tensor
     blank: Tensor
+    owner: Tensor
+    before: Tensor
+    absent: Tensor
+    copied: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_cpu: Tensor
+    chunk_indices: Tensor
 
 
 class Group:
@@ -317,6 +333,13 @@ class Layout:
         source[history.copy_to] = history.copy_from
         history.blank = torch.nonzero(source < 0)[:, 0]
         history.source = source.clamp_(min=0)
+        lengths = _array(self.lengths)
+        history.owner = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths + warm_up))
+        history.before = history.source[history.added]
+        history.absent = torch.searchsorted(history.added, history.blank)
+        history.copied = torch.searchsorted(history.added, history.copy_to)
+        history.cu_seqlens_cpu = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+        history.cu_seqlens, history.chunk_indices = history.cu_seqlens_cpu, torch.from_numpy(_chunk_indices(lengths))
         self.history = history
 
     def _build_levels(self, most: int) -> None:
@@ -356,20 +379,24 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     return np.repeat(starts - offset, lengths) + np.arange(lengths.sum())
 
 
+def _chunk_indices(lengths: Ints) -> Ints:
+    """[chunks, 2]: (segment, chunk) for chunks of CHUNK tokens."""
+    chunks = -(-lengths // CHUNK)
+    return np.stack([np.repeat(np.arange(len(lengths)), chunks), _ranges(np.zeros_like(chunks), chunks)], 1)
+
+
 def _make_group(
     segments: Ints, lengths: Ints, has_children: npt.NDArray[np.bool_], parent_slot: Ints, stored_above: int
 ) -> Group:
     group = Group()
     group.segments, group.lengths, group.tokens = tuple(segments.tolist()), tuple(lengths.tolist()), int(lengths.sum())
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    chunks = -(-lengths // CHUNK)
-    chunk_indices = np.stack([np.repeat(np.arange(len(lengths)), chunks), _ranges(np.zeros_like(chunks), chunks)], 1)
     parent_slot = parent_slot[: len(segments) if stored_above else 0]
     keep = np.flatnonzero(has_children)
     group.stored = len(keep)
     group.cu_seqlens_cpu = torch.from_numpy(cu_seqlens)
     group.cu_seqlens = group.cu_seqlens_cpu
-    group.chunk_indices = torch.from_numpy(chunk_indices)
+    group.chunk_indices = torch.from_numpy(_chunk_indices(lengths))
     group.parent_slot = torch.from_numpy(parent_slot)
     group.children = torch.from_numpy(np.bincount(parent_slot, minlength=stored_above).astype(np.int64))
     group.keep = torch.from_numpy(keep)

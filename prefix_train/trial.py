@@ -15,7 +15,7 @@ from prefix_train import anatomy, gradients, tiny
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import collate, entry_weights
-from prefix_train.deltanet import tree_conv, tree_delta_rule
+from prefix_train.deltanet import resolve_kernels, tree_conv, tree_delta_rule
 from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry
 from prefix_train.layout import CHUNK, Layout
@@ -43,13 +43,14 @@ def delta_net(config: Config, geometry: Geometry, tokens: int, device: torch.dev
     weight = torch.randn(channels, layout.width, dtype=dtype, device=device) / layout.width
     weight.requires_grad_(config.train.trainable == "all")
     mixed = torch.randn(tokens, channels, dtype=dtype, device=device, requires_grad=True)
-    convolved = tree_conv(mixed, weight, None, layout, kernels="fla")[None]
+    kernels = resolve_kernels(config.model.deltanet, device)
+    convolved = tree_conv(mixed, weight, None, layout, kernels=kernels)[None]
     parts = torch.split(convolved, [geometry.linear_key_width] * 2 + [geometry.linear_value_width], dim=-1)
     query, key = (part.reshape(1, tokens, heads, width) for part in parts[:2])
     value = parts[2].reshape(1, tokens, value_heads, value_width)
     decay = torch.full((1, tokens, value_heads), -0.05, device=device, requires_grad=True)
     beta = torch.full((1, tokens, value_heads), 0.5, dtype=dtype, device=device, requires_grad=True)
-    out = tree_delta_rule(query, key, value, decay, beta, layout, kernels="fla")
+    out = tree_delta_rule(query, key, value, decay, beta, layout, kernels=kernels)
     out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
 
 

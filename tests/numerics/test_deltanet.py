@@ -293,7 +293,7 @@ def test_resolve_kernels() -> None:
     assert resolve_kernels("reference", cuda) == "reference"
     with pytest.raises(UserError, match="'fla' run on CUDA, not on cpu"):
         resolve_kernels("fla", cpu)
-    with pytest.raises(UserError, match=r"'torch' are unknown: write auto, reference or fla"):
+    with pytest.raises(UserError, match=r"'torch' are unknown: write auto, reference, fla, fla_segments, fla_cuda"):
         resolve_kernels("torch", cpu)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,53 @@ def stand_in(module: str, name: str) -> Callable[..., object]:
         out = torch.cat([out for out, _ in parts]).to(q.dtype)[None]
         return out, torch.stack([state for _, state in parts]) if output_final_state else None
 
-    return {"causal_conv1d": causal_conv1d, "chunk_gated_delta_rule": chunk_gated_delta_rule}[name]
+    def of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, bounds: Tensor) -> Tensor:
+        assert states.dtype == torch.float32
+        ranges = zip(bounds[:-1].tolist(), bounds[1:].tolist(), states, strict=True)
+        parts = [torch.cat([state[:, 1:].t(), x[0, begin:end]]) for begin, end, state in ranges]
+        warm_up = weight.shape[1] - 1
+        return torch.cat([conv_alone(part, weight, bias)[warm_up:] for part in parts])[None]
+
+    def causal_conv1d_fwd(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: None,
+        initial_state: Tensor,
+        activation: str,
+        cu_seqlens: Tensor,
+        cu_seqlens_cpu: Tensor,
+        chunk_indices: Tensor,
+    ) -> tuple[Tensor, None]:
+        assert activation == "silu"
+        assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
+        chunks = [[i, c] for i, n in enumerate(cu_seqlens.diff().tolist()) for c in range(-(-n // CHUNK))]
+        assert chunk_indices.tolist() == chunks
+        return of_segments(x, weight, bias, initial_state, cu_seqlens), None
+
+    def causal_conv1d_bwd(x: Tensor, dy: Tensor, dht: None, **given: Any) -> tuple[Tensor | None, ...]:
+        tensors = (x, given["weight"], given["bias"], given["initial_state"])
+        of = [one.detach().requires_grad_() for one in tensors]
+        with torch.enable_grad():
+            out = of_segments(*of, given["cu_seqlens"])
+        dx, dw, db, dh0 = torch.autograd.grad(out, of, dy)
+        return dx, dw, db, None, dh0
+
+    def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor, activation: str) -> Tensor:
+        assert activation == "silu"
+        assert seq_idx.dtype == torch.int32
+        assert x.stride(1) == 1
+        runs = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        parts = torch.split(x[0].t(), runs)
+        return torch.cat([conv_alone(part, weight, bias) for part in parts]).t()[None]
+
+    return {
+        "causal_conv1d": causal_conv1d,
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_fwd": causal_conv1d_fwd,
+        "causal_conv1d_bwd": causal_conv1d_bwd,
+        "chunk_gated_delta_rule": chunk_gated_delta_rule,
+    }[name]
 
 
 @pytest.mark.parametrize("most", [2, 128])
@@ -92,10 +139,27 @@ def test_calls_of_flash_linear_attention(monkeypatch: pytest.MonkeyPatch, most: 
     grad = draws(2, (1, layout.total, VALUE_HEADS, VALUE))[0]
     found = with_gradients(tree_delta_rule(*of, layout, kernels="fla"), of, grad)
     trees.assert_close(found, rule_truth(layout, of, grad), 5e-6, RULE_NAMES)
-    conv = conv_inputs(layout, torch.float32)
-    grad = draws(1, (layout.total, CHANNELS))[0]
-    found = with_gradients(tree_conv(*conv, layout, kernels="fla"), conv, grad)
-    trees.assert_close(found, conv_truth(layout, conv, grad), 5e-6, CONV_NAMES)
+
+
+@pytest.mark.parametrize("kernels", ["fla", "fla_segments", "fla_cuda"])
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_calls_of_the_convolutions(monkeypatch: pytest.MonkeyPatch, kernels: str, width: int) -> None:
+    monkeypatch.setattr(flash_linear, "_import", stand_in)
+    for tree in (trees.FIVE_DEEP, trees.MANY_SHORT, ([70, 1, 2, 130], [-1, 0, 1, 0])):
+        layout = Layout.from_tree(*tree, width=width)
+        conv = conv_inputs(layout, torch.float32, width)
+        grad = draws(1, (layout.total, CHANNELS))[0]
+        found = with_gradients(tree_conv(*conv, layout, kernels=kernels), conv, grad)
+        trees.assert_close(found, conv_truth(layout, conv, grad), 5e-6, CONV_NAMES)
+
+
+def test_inputs_before_a_segment_that_are_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_linear, "_import", stand_in)
+    layout = Layout.from_tree(*trees.FIVE_DEEP)
+    layout.history.absent = torch.arange(len(layout.history.before))
+    conv, grad = conv_inputs(layout, torch.float32), draws(1, (layout.total, CHANNELS))[0]
+    found = tree_conv(*conv, layout, kernels="fla_segments")
+    assert trees.relative(found, conv_truth(layout, conv, grad)[0]) > 0.01
 
 
 def test_states_of_another_dtype_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
