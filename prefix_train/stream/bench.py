@@ -36,7 +36,7 @@ after the other while a block is there. A row that is a number is one example of
 
 ROWS = (
     *("1024", "2048", "4096", "8192", PACK, ACCUMULATED, "512", "128"),
-    *(f"{row}@stream.host=pinned" for row in ("1024", "128", PACK)),
+    *(f"{row}@stream.host=pinned" for row in ("1024", "4096", PACK, ACCUMULATED, "8192", "2048", "512", "128")),
 )
 """In the order of their worth. Behind `@` a row has options of its own, with commas between."""
 
@@ -67,7 +67,7 @@ class Case:
     """What is measured. store: of `stream build --random GEOMETRY`. alone: examples that the accumulated row computes.
 
     warm: updates after the first; none: 3 up to `many` positions, 2 above. cold: the page cache is dropped before the
-    first update. seconds: a row that takes longer is ended.
+    first update. seconds: a row that takes longer is ended. profile: tell the parts of an update.
     """
 
     geometry: str
@@ -82,6 +82,7 @@ class Case:
     cold: bool = False
     seconds: float = 90.0
     overrides: tuple[str, ...] = ()
+    profile: bool = True
 
     def config(self, more: Sequence[str]) -> Config:
         """The geometry's configuration with this case's changes, and a row's own."""
@@ -225,12 +226,27 @@ def _next(lines: queue.SimpleQueue[str | None], ends: float) -> str | None:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What sharing saves beside amortised reading: all the pack's examples, accumulated block by block, over it."""
+    """What sharing saves beside amortised reading: all the pack's examples, accumulated block by block, over it; by the
+    pack's row, for each that has an accumulated one with the same options."""
     whole = {row["row"]: row for row in rows if "partial" not in row}
-    if PACK not in whole or ACCUMULATED not in whole:
-        return {}
-    pack, other = whole[PACK], whole[ACCUMULATED]
-    return {"accumulated_over_pack": other["all_s"] / pack["all_s"]}
+    found = {}
+    for name, pack in whole.items():
+        kind, at, options = name.partition("@")
+        other = whole.get(f"{ACCUMULATED}{at}{options}")
+        if kind == PACK and other is not None:
+            found[name] = other["all_s"] / pack["all_s"]
+    return found
+
+
+def parts(row: dict[str, Any]) -> str:
+    """Where an update's time goes, in a line."""
+    parts = row["parts"]
+    text = f"without copies {parts['computing_s']:.2f} s"
+    if "kinds_s" in parts:
+        kinds = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in parts["kinds_s"].items())
+        text += f", its kernels {parts['kernels_s']:.2f} s in {parts['launches']:,} launches ({kinds})"
+    counted = ", ".join(f"{name} {count}" for name, count in row["allocator"].items() if count)
+    return text + (f"; torch's allocator in {len(row['warm_s'])} updates: {counted}" if counted else "")
 
 
 def text(found: dict[str, Any]) -> str:
@@ -247,8 +263,12 @@ def text(found: dict[str, Any]) -> str:
             f"{row['plan']['resident_blocks']} blocks stay, {row['blocks_covered']} of {row['blocks']} covered"
             + (f"; driver {memory['driver_gib']:.2f} GiB" if "driver_gib" in memory else "")
         )
-    if ratio := found.get("ratios", {}).get("accumulated_over_pack"):
-        lines.append(f"block-major accumulation of the pack's examples takes {ratio:.2f} times the pack")
+        if "parts" in row:
+            lines.append(f"{row['row']}: {parts(row)}")
+    lines += [
+        f"block-major accumulation of all examples of {name} takes {ratio:.2f} times the pack"
+        for name, ratio in found.get("ratios", {}).items()
+    ]
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ from prefix_train.dist import Ranks
 from prefix_train.packing import standalone
 from prefix_train.step import Stepper, update
 from prefix_train.stream import build
-from prefix_train.stream.engine import Streamed, fill
+from prefix_train.stream.engine import Streamed, fill, prepare
 from prefix_train.stream.places import Choice
 from prefix_train.stream.store import Store
 
@@ -110,7 +110,7 @@ def _resident(base: Any, config: Config, device: torch.device) -> Stepper:
 def _streamed(base: Any, store: Store, config: Config, device: torch.device) -> Stepper:
     skeleton = models.skeleton(config.model, buffers=True)
     fill(skeleton, store)
-    root = Streamed(models.prepare(skeleton, config), config, store, device, False, RESIDENT)
+    root = Streamed(prepare(skeleton, config), config, store, device, False, RESIDENT)
     return _stepper(root, config, device)
 
 

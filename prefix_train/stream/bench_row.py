@@ -24,7 +24,6 @@ import torch
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import anatomy, budget, engines, gradients, kernels
-from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.bench_measure import Watch, seconds
 from prefix_train.bench_rows import GATE
@@ -34,7 +33,7 @@ from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.packing import Pack, standalone
 from prefix_train.step import Stepper, update
-from prefix_train.stream import bench_bound, bench_gate, figures, planner, readings, sources
+from prefix_train.stream import bench_bound, bench_gate, bench_parts, figures, planner, readings, sources
 from prefix_train.stream.bench import ACCUMULATED, PACK, Case, parse
 from prefix_train.stream.engine import Streamed
 from prefix_train.tensors import digest
@@ -114,7 +113,7 @@ class Running:
     def __init__(self, row: Row, device: torch.device, watch: Watch, found: dict[str, Any]) -> None:
         config, ranks = row.config, Ranks(0, 1, device, None)
         with watch.phase("model and adapters"):
-            model = models.prepare(engines.load(config)[0], config)
+            model = engines.prepare(engines.load(config)[0], config)
         with watch.phase("the plan less a tenth"):
             found["refused"] = refused(model, row, ranks, found["plan"])
         with watch.phase("blocks that stay, slots, pinned memory"), contextlib.redirect_stdout(sys.stderr):
@@ -230,18 +229,23 @@ def _updates(
     found["memory"] = memory(device, found["plan"], driver) | {"device_used_gib": peak.nbytes / GIB}
     tell(found)
     found["page_cache"]["warm"] = readings.cached(row.store)
-    warm: list[float] = []
+    warm, counted = list[float](), bench_parts.allocator(device)
     root.metrics(1.0)
     for number in range(row.warm):
         with watch.phase(f"warm update {number + 1}"):
             warm.append(seconds(running.run, device))
         found |= rates(row, found, warm, root.metrics(warm[-1]))
         tell(found)
+    found["allocator"] = bench_parts.changed(counted, bench_parts.allocator(device))
     found["memory"] |= memory(device, found["plan"], driver)
     found["adapters"]["after"] = running.digest()
     found |= {"blocks": len(row.store.layers), "blocks_covered": running.covered()}
     if said := faults(found):
         found["failed"] = said
+    if row.case.profile:
+        tell(found)
+        with watch.phase("where an update's time goes"):
+            found["parts"] = bench_parts.measure(root, running.run, device)
 
 
 def plan_of(row: Row) -> dict[str, Any]:

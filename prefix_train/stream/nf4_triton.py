@@ -12,7 +12,7 @@ BYTES = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _kernel(packed, scales, codes, out, nbytes, elements, BYTES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def nf4_dequantise(packed, scales, codes, out, nbytes, elements, BYTES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     begin = tl.program_id(0).to(tl.int64) * BYTES
     place = begin + tl.arange(0, BYTES)
     byte = tl.load(packed + place, mask=place < nbytes, other=0).to(tl.int32)
@@ -27,6 +27,6 @@ def dequantise(packed: Tensor, scales: Tensor, codes: Tensor, out: Tensor, block
     """Fill `out`, [n] and contiguous, from packed: uint8 [(n + 1) // 2], scales: float32, one for `block` elements,
     and codes: float32 [16]. All on one CUDA device. The arithmetic is float32's, rounded once."""
     with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
-        _kernel[(triton.cdiv(packed.numel(), BYTES),)](
+        nf4_dequantise[(triton.cdiv(packed.numel(), BYTES),)](
             packed, scales, codes, out, packed.numel(), out.numel(), BYTES, block
         )

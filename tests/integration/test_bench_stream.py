@@ -86,6 +86,8 @@ def test_rows_are_whole_updates_counted_from_tensors(rows: dict[str, dict[str, A
         assert row["ratio"] == pytest.approx(row["median_s"] / row["bound"]["s"])
         assert row["read_bytes"] > 0
         assert len(row["copies_gb_s"]) == bench_bound.PASSES
+        assert row["parts"]["computing_s"] > 0
+        assert row["allocator"] == {}
     assert one["read_bytes"] > pack["read_bytes"]  # one block less stays
 
 
@@ -110,7 +112,10 @@ def test_both_gains_are_told_apart_and_impossible_times_refused(rows: dict[str, 
     found = list(rows.values())
     (ratio,) = ratios(found).values()
     assert ratio == pytest.approx(rows["accumulated"]["all_s"] / rows["pack"]["all_s"])
-    assert "| pack |" in text({"rows": found, "ratios": ratios(found)})
+    said = text({"rows": found, "ratios": ratios(found)})
+    assert "| pack |" in said
+    assert "pack: without copies" in said
+    assert f"accumulation of all examples of pack takes {ratio:.2f} times the pack" in said
     late = {**rows["pack"], "row": "8192", "positions": 8192, "bound": {**rows["pack"]["bound"], "s": 99.0}}
     with pytest.raises(Misleading, match=r"8192: .* they were not all computed"):
         text({"rows": [*found, late]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from configs.schema import (
     AdapterConfig,
@@ -69,16 +71,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("store"), "nf4")
 
 
-def pack(number: int) -> Batch:
+def pack(number: int, lengths: Sequence[int] = LENGTHS, count: int = ROWS) -> Batch:
     batch, draw = Batch(), torch.Generator().manual_seed(number)
-    total = sum(LENGTHS)
-    batch.layout = Layout.from_tree(LENGTHS, PARENTS)
+    total = sum(lengths)
+    batch.layout = Layout.from_tree(lengths, PARENTS)
     batch.input_ids = torch.randint(0, 1000, (1, total), generator=draw)
     batch.position_ids, batch.pixel_values, batch.image_grid_thw = batch.layout.position_ids(), None, None
-    rows = torch.arange(ROWS) + LENGTHS[0] - 1
-    ids = torch.randint(0, 1000, (ROWS,), generator=draw)
-    places = torch.arange(ROWS)
-    batch.targets = Targets(rows, ids, torch.full((ROWS,), 1 / ROWS), torch.zeros_like(places), places)
+    rows = torch.arange(count) + lengths[0] - 1
+    ids = torch.randint(0, 1000, (count,), generator=draw)
+    places = torch.arange(count)
+    batch.targets = Targets(rows, ids, torch.full((count,), 1 / count), torch.zeros_like(places), places)
     batch.grids, batch.positions, batch.logical, batch.members = (), total, total, (0,)
     return batch
 
@@ -186,3 +188,56 @@ def test_r64_fails_without_fix(
         assert "hidden is torch.float32" in str(error) or "dtype" in str(error)  # noqa: PT017
         return
     assert live.peak > 1.05 * plan.needed
+
+
+class Large(TorchDispatchMode):
+    """Collects what operations made of more than a MiB: bytes, operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tree_leaves((args, kwargs))
+        if any(isinstance(one, frozen.Packed) for one in given):
+            with self:
+                return frozen.Packed.__torch_dispatch__(func, types, args, kwargs)
+        found = func(*args, **kwargs)
+        old = {one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)}
+        for one in tree_leaves(found):
+            if isinstance(one, Tensor) and not isinstance(one, frozen.Packed) and not one.is_meta:
+                storage = one.untyped_storage()
+                if storage._cdata not in old and storage.nbytes() > 1 << 20:
+                    self.made.append((storage.nbytes(), str(func)))
+        return found
+
+
+def steady(folder: Path) -> list[tuple[int, str]]:
+    """What the third of three updates made of more than a MiB; few positions, so that only weights are that large."""
+    build_ = {**MODEL, "intermediate_size": 4096, "num_hidden_layers": 4}
+    config = options(folder / "wide")
+    config = replace(config, model=replace(config.model, build=build_), stream=replace(config.stream, slots=2))
+    build.build(sources.open_source(config.model), folder / "wide", Choice("nf4", torch.bfloat16))
+    store = Store.open(folder / "wide")
+    made, _ = engine.load(config.model, store)
+    root = Streamed(engine.prepare(made, config), config, store, torch.device("cpu"), images=False, resident=1)
+    trainer = streaming._stepper(root, config, 1e-3)
+    batch = pack(0, [40, 8, 8], 16)
+    for number in range(2):
+        step.update(trainer, number, 1e-3, [batch])
+    with Large() as large:
+        step.update(trainer, 2, 1e-3, [batch])
+    return large.made
+
+
+def test_updates_after_the_first_allocate_nothing_large(tmp_path: Path) -> None:
+    """Slots, residents, tiles of the head and the dequantised matrix are made once: an allocator that has little room
+    is not asked for large pieces again and again."""
+    assert steady(tmp_path) == []
+
+
+def test_matrices_of_their_own_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = frozen.Matrix.whole
+    monkeypatch.setattr(frozen.Matrix, "whole", lambda self, product: whole(self, False))
+    assert len(steady(tmp_path)) >= 4 * 3
