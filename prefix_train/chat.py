@@ -6,12 +6,16 @@ transformers' convention, as are `tools` (JSON schemas), an assistant's `tool_ca
 message is the assistant's; its text and calls are the target. Instead of a path an image may be a data URI; and it may
 stand in the row's list `images`, from which parts without an image of their own take theirs in order. `meta` is the
 user's own and is not read.
+
+Several answers to the same messages: `{"messages": [...], "targets": [...]}`, the messages without the last answer,
+each target a text, a list of parts or a whole message of the assistant's. The row then stands for as many examples,
+each of which counts as if it had a row of its own.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,7 +72,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A checked row: at least one message, the last one the assistant's, with text or a call and without images."""
+    """A checked row: at least one message, the last one the assistant's, with text or a call and without images.
+
+    id: the row's name; of one of several targets with `/1`, `/2`, ... behind it.
+    """
 
     id: str | None
     messages: tuple[Message, ...]
@@ -89,25 +96,48 @@ class Conversation:
         return replace(self, messages=self.messages[: index + 1])
 
 
-def parse(record: Any, source: str) -> Conversation:
+def targets_of(record: Any, source: str) -> Sequence[int | None]:
+    """Which targets of `record`, one decoded JSON value, are examples: `parse` takes one after the other.
+
+    None where its last message is the target. Raises UserError where `targets` is no list with something in it.
+    """
+    targets = record.get("targets") if isinstance(record, dict) else None
+    if targets is None:
+        return (None,)
+    if not isinstance(targets, list) or not targets:
+        what = _kind(targets) if not isinstance(targets, list) else "an empty list"
+        raise UserError(f"{source}: targets is {what}; write a list of answers, or end the messages with one")
+    return range(len(targets))
+
+
+def place_of(source: str, target: int | None) -> str:
+    """How messages name an example: its row, as `file:line`, and where that has several targets which one."""
+    return source if target is None else f"{source} target {target + 1}"
+
+
+def parse(record: Any, source: str, target: int | None = None) -> Conversation:
     """`record`, one decoded JSON value, as a conversation.
 
-    source: where it stands, as `file:line`. Raises UserError, beginning with `source`, for anything that is not a row.
+    source: where it stands, as `file:line`. target: which of its `targets` is the last message, see `targets_of`.
+    Raises UserError, beginning with `source`, for anything that is not a row.
     """
     if not isinstance(record, dict):
         raise UserError(f'{source}: the row is {_kind(record)}; write an object with "messages"')
-    _refuse_unknown(record, ("id", "messages", "meta", "tools", "images"), source, "row")
+    _refuse_unknown(record, ("id", "messages", "targets", "meta", "tools", "images"), source, "row")
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         what = "has no messages" if not messages and isinstance(messages, list | None) else f"has {_kind(messages)}"
         raise UserError(f'{source}: the row {what}; write a list of {{"role", "content"}} under "messages"')
     if record.get("images") is not None:
         messages = _with_images(messages, record["images"], source)
-    conversation = Conversation(
-        id=_identity(record["id"], source) if "id" in record else None,
-        messages=tuple(_message(message, source, index) for index, message in enumerate(messages)),
-        tools=_tools(record.get("tools") or [], source),
-    )
+    name = _identity(record["id"], source) if "id" in record else None
+    turns = [_message(message, source, f"messages[{index}]") for index, message in enumerate(messages)]
+    if target is not None:
+        if turns[-1].role == "assistant":
+            raise UserError(f"{source}: the row has targets, and its messages end with an answer; leave one out")
+        name = name and f"{name}/{target + 1}"
+        turns.append(_answer(record["targets"][target], source, f"targets[{target}]"))
+    conversation = Conversation(name, tuple(turns), _tools(record.get("tools") or [], source))
     check_target(conversation, source)
     return conversation
 
@@ -159,8 +189,16 @@ def _identity(value: Any, source: str) -> str:
     return text
 
 
-def _message(message: Any, source: str, index: int) -> Message:
-    where = f"messages[{index}]"
+def _answer(target: Any, source: str, where: str) -> Message:
+    """One of the row's targets."""
+    if not isinstance(target, dict):
+        return _message({"role": "assistant", "content": target}, source, where)
+    if target.get("role", "assistant") != "assistant":
+        raise UserError(f"{source}: {where} has the role {shown(target['role'])}; an answer is the assistant's")
+    return _message({"role": "assistant", **target}, source, where)
+
+
+def _message(message: Any, source: str, where: str) -> Message:
     if not isinstance(message, dict):
         raise UserError(f'{source}: {where} is {_kind(message)}; write {{"role": ..., "content": ...}}')
     role = message.get("role")

@@ -76,38 +76,35 @@ def biopsies_command(
 @app.command("plan")
 def plan_command(
     where: Annotated[
-        Path, typer.Argument(help="Configuration (YAML), run folder, or data: chat JSONL, parquet, a saved dataset.")
+        Path,
+        typer.Argument(
+            help="Configuration (YAML), run folder, or data: chat JSONL, parquet, a saved dataset, a folder of prompts."
+        ),
     ],
     overrides: Overrides = None,
     model: Annotated[Path | None, typer.Option(help="Model folder, for data without a configuration.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write all of it as one page with pictures to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Which examples meet in which pack, and what sharing saves. Example: prefix-train plan data.jsonl --model M"""
-    from prefix_train import indexing, lengths, near_misses, plan_summary, tables
-    from prefix_train.tree import Trie
+    from prefix_train import planning
+    from prefix_train.plan_page import page
 
-    is_data = where.suffix == ".jsonl" or tables.is_table(where)
-    config = read_data(where, model, overrides) if is_data else read(where, overrides)
-    renderer, trie = indexing.renderer_of(config.model, config.data.targets), Trie()
-    index = indexing.make_index(config, renderer, trie)
-    plan = lengths.run_plan(config, index)
-    missed = near_misses.summary(near_misses.find(trie), index.sources, renderer.text_of)
-    summary = plan_summary.summary(plan.epoch(0))
-    summary |= {"updates_in_run": plan.total, "skipped": list(index.skipped), "near_misses": missed}
-    if where.is_dir():
-        runfolder.write_json(where / runfolder.PLAN, summary, run=where)
-    left_out = "".join(f"\nleft out      {line}" for line in index.skipped)
-    answer(summary, plan_summary.describe(plan.epoch(0)) + near_misses.describe(missed) + left_out, as_json)
-
-
-def read_data(data: Path, model: Path | None, overrides: list[str] | None) -> Config:
-    """A configuration for a data file by itself: everything that has no default is made up."""
-    if model is None:
-        raise UserError(f"{data} is data: say for which model, as in `prefix-train plan {data} --model FOLDER`")
-    made_up = [f"data.train={data}", f"model.path={model}", "train.epochs=1", "cluster=local"]
-    if not any(override.startswith("pack.examples_per_update") for override in overrides or []):
-        made_up += ["pack.packs_per_update=1", "slurm.tasks_per_node=1"]
-    return compose.with_changes(Config(), [*made_up, *(overrides or [])])
+    changes = overrides or []
+    is_data = model is not None or planning.is_data(where)
+    if is_data and where.suffix in (".yaml", ".yml"):
+        raise UserError(f"{where} is a configuration: its model is model.path; leave --model out")
+    config = planning.of_data(where, model, changes) if is_data else read(where, overrides)
+    given = any(change.startswith(("pack.max_positions", "data.max_example_tokens")) for change in changes)
+    planned = planning.make(config, keep=not is_data, choose_size=is_data and not given)
+    found = planning.summary(planned)
+    if not is_data and where.is_dir() and not planned.refused:
+        runfolder.write_json(where / runfolder.PLAN, found, run=where)
+    if html is not None:
+        page.write(planned, found, html)
+    answer(found, planning.describe(planned, found) + (f"\n{html}" if html is not None else ""), as_json)
+    if planned.refused:
+        raise UserError(planned.refused)
 
 
 @app.command("budget")

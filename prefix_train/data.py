@@ -11,18 +11,26 @@ from typing import Any, Literal, overload
 from configs.errors import UserError
 from prefix_train import chat, tables
 from prefix_train.chat import shown
+from prefix_train.prompts import Prompts
 from prefix_train.render import Example, Renderer
-from prefix_train.rows import JsonLines, Line, Rows, decode_row
+from prefix_train.rows import JsonLines, Line, Rows
 
 KEPT_TOKENS = 1 << 24
 
 
 class Examples(Sequence[Example]):
-    """The examples of a file in its order; `skipped` holds one line for each row that was left out."""
+    """The examples of a file in its order.
 
-    def __init__(self, examples: Sequence[Example], skipped: Sequence[str] = ()) -> None:
+    skipped: one line for each that was left out. too_long: (`file:line`, tokens) of those among them that are longer
+    than the cap.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], skipped: Sequence[str] = (), too_long: Sequence[tuple[str, int]] = ()
+    ) -> None:
         self._examples = examples
         self.skipped = list(skipped)
+        self.too_long = list(too_long)
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -46,14 +54,14 @@ class FileExamples(Sequence[Example]):
     def __init__(self, rows: Rows, renderer: Renderer, kept_tokens: int) -> None:
         """kept_tokens: most tokens of examples in memory, at about 50 bytes each; one example is always kept."""
         self._rows, self._renderer, self._kept_tokens = rows, renderer, kept_tokens
-        self._places: list[tuple[str, int, int, bytes]] = []
+        self._places: list[tuple[str, int, int, bytes, int | None]] = []
         self._kept: OrderedDict[int, Example] = OrderedDict()
         self._tokens = 0
         self._lock = threading.Lock()
 
-    def add(self, line: Line, example: Example) -> None:
-        """Append `example`, made by `render` from `line`."""
-        self._places.append((line.source, line.start, len(line.content), line.digest))
+    def add(self, line: Line, target: int | None, example: Example) -> None:
+        """Append `example`, made by `render` from `line` and `target`."""
+        self._places.append((line.source, line.start, len(line.content), line.digest, target))
         self._keep(len(self._places) - 1, example)
 
     def __len__(self) -> int:
@@ -73,14 +81,19 @@ class FileExamples(Sequence[Example]):
             if number in self._kept:
                 self._kept.move_to_end(number)
             else:
-                self._keep(number, self.render(self._same(*self._places[number])))
+                source, start, length, digest, target = self._places[number]
+                line = self._same(source, start, length, digest)
+                self._keep(number, self.render(line, self._rows.record(line), target))
             return self._kept[number]
 
-    def render(self, line: Line) -> Example:
-        """The example of `line`. Raises UserError for whatever is wrong with the row."""
-        place = line.source, line.start, len(line.content), line.digest
+    def render(self, line: Line, record: Any, target: int | None) -> Example:
+        """The example of `line`, which holds `record`. Raises UserError for whatever is wrong with the row.
+
+        target: of several which one, see `chat.targets_of`.
+        """
+        place, rows = (line.source, line.start, len(line.content), line.digest), self._rows
         return self._renderer.render(
-            decode_row(line), line.source, self._rows.folder, lambda: decode_row(self._same(*place))
+            record, line.source, rows.folder(line), lambda: rows.record(self._same(*place)), target
         )
 
     def _same(self, source: str, start: int, length: int, digest: bytes) -> Line:
@@ -112,30 +125,52 @@ def load_examples(
     rows = rows_of(path)
     examples = FileExamples(rows, renderer, kept_tokens)
     skipped: list[str] = []
+    too_long: list[tuple[str, int]] = []
     names: dict[str, str] = {}
-    for line in rows:
+
+    def good(line: Line, record: Any, target: int | None) -> Example:
+        example = examples.render(line, record, target)
+        if len(example.ids) > max_tokens:
+            too_long.append((example.source, len(example.ids)))
+            raise UserError(
+                f"{example.source}: the example has {len(example.ids):,} tokens, more than the cap of {max_tokens:,}; "
+                "raise data.max_example_tokens or pack.max_positions, or shorten it"
+            )
+        _claim(names, example.id, example.source)
+        return example
+
+    for line, target, record in _each(rows, on_bad, skipped):
         try:
-            example = examples.render(line)
-            if len(example.ids) > max_tokens:
-                raise UserError(
-                    f"{line.source}: the example has {len(example.ids):,} tokens, more than the cap of {max_tokens:,}; "
-                    "raise data.max_example_tokens or pack.max_positions, or shorten it"
-                )
-            _claim(names, example.id, line.source)
+            examples.add(line, target, good(line, record, target))
         except UserError as error:
             if on_bad == "stop":
                 raise
             skipped.append(str(error))
-        else:
-            examples.add(line, example)
     if not examples:
         raise UserError(f"{path}: no good example: all {len(skipped)} were skipped, the first because {skipped[0]}")
-    return Examples(examples, skipped)
+    return Examples(examples, skipped, too_long)
+
+
+def _each(rows: Rows, on_bad: Literal["stop", "skip"], skipped: list[str]) -> Iterator[tuple[Line, int | None, Any]]:
+    """Every target of every row, and the row; rows that hold no JSON are added to `skipped`, or raise UserError."""
+    for line in rows:
+        try:
+            record = rows.record(line)
+            targets = chat.targets_of(record, line.source)
+        except UserError as error:
+            if on_bad == "stop":
+                raise
+            skipped.append(str(error))
+            continue
+        for target in targets:
+            yield line, target, record
 
 
 def rows_of(path: Path) -> Rows:
-    """The rows of `path`: chat JSONL, a parquet file, a folder of them, or one that `datasets` has saved."""
-    return tables.Table(path) if tables.is_table(path) else JsonLines(path)
+    """The rows of `path`: chat JSONL, a parquet file, a folder of them or one saved by `datasets`, or of prompts."""
+    if tables.is_table(path):
+        return tables.Table(path)
+    return Prompts(path) if path.is_dir() else JsonLines(path)
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -144,11 +179,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises UserError for the first bad row; images are not looked at.
     """
     names: dict[str, str] = {}
-    for line in JsonLines(path):
-        row = decode_row(line)
-        conversation = chat.parse(row, line.source)
-        _claim(names, line.source if conversation.id is None else conversation.id, line.source)
-        yield line.source, row
+    rows = JsonLines(path)
+    for line in rows:
+        record = rows.record(line)
+        for target in chat.targets_of(record, line.source):
+            source = chat.place_of(line.source, target)
+            conversation = chat.parse(record, source, target)
+            _claim(names, source if conversation.id is None else conversation.id, source)
+        yield line.source, record
 
 
 def _claim(names: dict[str, str], name: str, source: str) -> None:

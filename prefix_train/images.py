@@ -36,7 +36,7 @@ MAX_PIXELS = 89_478_485
 
 MAX_FILE_BYTES = 1 << 30
 
-DATA_URI = re.compile(r"data:[^,]*;base64,(.*)", re.DOTALL)
+DATA_URI = re.compile(r"data:image/[^,]*;base64,(.*)", re.DOTALL)
 
 DECODE_ERRORS = (
     OSError,
@@ -86,7 +86,7 @@ class Inline:
 def _bytes_of(uri: str, place: str) -> bytes:
     found = DATA_URI.fullmatch(uri)
     if found is None:
-        raise UserError(f"{place} is no data URI of base64; write data:image/png;base64,...")
+        raise UserError(f"{place} is no data URI of an image in base64; write data:image/png;base64,...")
     try:
         return base64.b64decode(found[1], validate=True)
     except ValueError as error:

@@ -24,12 +24,12 @@ from configs import runfolder
 from configs.errors import UserError
 from configs.modelpath import is_gguf, locate
 from configs.schema import Config, ModelConfig
-from prefix_train import tables
+from prefix_train import prompts, tables
 from prefix_train.budget import Shape
 from prefix_train.plan import RunPlan, plan_training
 from prefix_train.tree import Forest, Ints, Trie
 
-RENDERER = ("chat", "data", "images", "render", "rows", "tables", "template", "tokens", "tree")
+RENDERER = ("chat", "data", "images", "prompts", "render", "rows", "tables", "template", "tokens", "tree")
 """Our modules that decide which tokens an example has and what examples share."""
 
 BUILDER = ("tiny.py", "demo/*.txt", "demo/*.jinja")
@@ -242,16 +242,27 @@ def _data(config: Config, data: Path | None) -> Path:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size and modification time of a data file; of several the sum and the last."""
+    """Size and modification time of a data file; of several the sum and the last, with their folders' for renaming."""
     try:
-        found = [file.stat() for file in tables.files_of(path)]
+        files = _files_of(path)
+        folders = {folder for file in files for folder in file.parents if folder.is_relative_to(path)}
+        found, around = [file.stat() for file in files], [folder.stat() for folder in folders]
     except OSError as error:
         raise UserError(f"{path}: the data file cannot be read ({error.strerror})") from error
-    return sum(status.st_size for status in found), max((status.st_mtime_ns for status in found), default=0)
+    last = max((status.st_mtime_ns for status in (*found, *around)), default=0)
+    return sum(status.st_size for status in found), last
 
 
 def _data_sha256(path: Path) -> str:
-    return _files_sha256(tables.files_of(path)) if path.is_dir() else _file_sha256(path)
+    if not path.is_dir():
+        return _file_sha256(path)
+    files = _files_of(path)
+    return _sha256(*(part.encode() for file in files for part in (str(file.relative_to(path)), _file_sha256(file))))
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files that the rows of `path` are in; itself, where it is a file."""
+    return tables.files_of(path) if not path.is_dir() or tables.is_table(path) else prompts.files_of(path)
 
 
 def _short(key: Key, name: str) -> str:

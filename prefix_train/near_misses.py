@@ -5,7 +5,8 @@ again behind it, each after at most STRETCH tokens of its own, with at least FOL
 follows. Each different stretch is a variant. What a near miss saves is exact: the tokens that the tree of all examples
 would have less if these examples all had the shortest stretch (of equal ones the first in the data). That is done to
 the tree before looking further down, so that a second difference behind a first one is found too. It is counted on the
-tree, as if one pack held all examples. The data is never changed. N examples, R rows: the different ways to go on from
+tree, as if one pack held all examples. An image is one token of a stretch, whatever its size, and counts with all its
+placeholders where tokens are counted. The data is never changed. N examples, R rows: the different ways to go on from
 a fork. No torch.
 """
 
@@ -46,9 +47,11 @@ Below = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One differing stretch: its keys, how many examples have it, and the first of them by their number."""
+    """One differing stretch: its keys, of each image one, how many tokens that is, how many examples have it, and the
+    first of them by their number."""
 
     keys: Ints
+    tokens: int
     examples: int
     first: tuple[int, ...]
 
@@ -77,7 +80,7 @@ def find(trie: Trie, stretch: int = STRETCH, follow: int = FOLLOW) -> list[NearM
         found += finder.at(node, depth, before)
         for child in reversed(node.children.values()):
             tail = np.concatenate([before, child.tokens[-AROUND:]])[-AROUND:]
-            stack.append((child, depth + len(child.tokens), tail))
+            stack.append((child, depth + finder.size(child.tokens), tail))
     return sorted(found, key=lambda miss: -miss.saves)
 
 
@@ -101,11 +104,29 @@ class _Finder:
     def __init__(self, top: Node, stretch: int, follow: int) -> None:
         self._stretch, self._follow = stretch, follow
         self._below: dict[Node, Below] = {}
+        self._more: dict[int, int] = {}
         order = [top]
         for node in order:
+            node.tokens = self._folded(node.tokens)
             order.extend(node.children.values())
         for node in reversed(order):
             self._count(node)
+
+    def size(self, keys: Ints) -> int:
+        """The tokens that `keys` stand for: an image has one key here."""
+        if not self._more:
+            return len(keys)
+        return len(keys) + sum(self._more[image] for image in keys[keys < 0].tolist())
+
+    def _folded(self, keys: Ints) -> Ints:
+        """`keys` with one for each image, whose placeholders all have the same; how many it has more is kept."""
+        if not (keys < 0).any():
+            return keys
+        begin = np.flatnonzero(np.r_[True, (keys[1:] != keys[:-1]) | (keys[1:] >= 0)])
+        for key, count in zip(keys[begin].tolist(), np.diff(np.r_[begin, len(keys)]).tolist(), strict=True):
+            if key < 0:
+                self._more[key] = count - 1
+        return keys[begin]
 
     def at(self, fork: Node, depth: int, before: Ints) -> Iterator[NearMiss]:
         """The near misses at the end of `fork`, `depth` tokens into the examples, until there are none."""
@@ -114,7 +135,7 @@ class _Finder:
             merged = False
             rows = self._rows(fork)
             for members, offsets in groups(rows.keys, rows.length, rows.branch, self._stretch, self._follow):
-                variants = _variants(rows, members, offsets)
+                variants = _variants(rows, members, offsets, self.size)
                 after = rows.keys[members[0], offsets[0] : offsets[0] + self._follow]
                 if (saves := self._merge(fork, [variant.keys for variant in variants], after)) is not None:
                     merged = True
@@ -162,7 +183,7 @@ class _Finder:
             moved.children, moved.ends = path[-1].children, path[-1].ends
             path[-1].children, path[-1].ends = {}, []
             while not path[-1].children and not path[-1].ends:
-                saved += len(path[-1].tokens)
+                saved += self.size(path[-1].tokens)
                 del path[-2].children[int(path.pop().tokens[0])]
             saved += self._unite(self._locate(fork, ways[0])[-1], moved)
         return saved
@@ -197,7 +218,7 @@ class _Finder:
                 for side in (mine, theirs):
                     if shared < len(side.tokens):
                         self._split(side, shared)
-                saved += shared
+                saved += self.size(mine.tokens)
                 self._below[mine] = _below((), [self._below[mine], self._below[theirs]])
                 stack.append((mine, theirs))
         return saved
@@ -224,7 +245,7 @@ def _below(ends: Sequence[int], parts: Sequence[Below]) -> Below:
     return len(ends) + sum(count for count, _ in parts), tuple(first)
 
 
-def _variants(rows: _Rows, members: Ints, offsets: Ints) -> list[Variant]:
+def _variants(rows: _Rows, members: Ints, offsets: Ints, size: Callable[[Ints], int]) -> list[Variant]:
     """The different stretches of a group, the shortest first, then in the order of the data."""
     found: defaultdict[bytes, list[int]] = defaultdict(list)
     for row, offset in zip(members.tolist(), offsets.tolist(), strict=True):
@@ -232,8 +253,9 @@ def _variants(rows: _Rows, members: Ints, offsets: Ints) -> list[Variant]:
     variants = []
     for keys, having in found.items():
         count, first = _below((), [rows.below[row] for row in having])
-        variants.append(Variant(np.frombuffer(keys, np.int64), count, first))
-    return sorted(variants, key=lambda variant: (len(variant.keys), variant.first))
+        stretch = np.frombuffer(keys, np.int64)
+        variants.append(Variant(stretch, size(stretch), count, first))
+    return sorted(variants, key=lambda variant: (variant.tokens, variant.first))
 
 
 def groups(keys: Ints, length: Ints, branch: Ints, stretch: int, follow: int) -> Iterator[tuple[Ints, Ints]]:
@@ -307,7 +329,7 @@ def summary(found: Sequence[NearMiss], sources: Sequence[str], text_of: Callable
             "variants": [
                 {
                     "text": text_of(variant.keys),
-                    "tokens": len(variant.keys),
+                    "tokens": variant.tokens,
                     "examples": variant.examples,
                     "sources": [sources[example] for example in variant.first],
                 }

@@ -36,7 +36,8 @@ class Example:
     ids: [L] int64. keys: [L] int64, what the tree compares: the ids, but inside an image's placeholders
     -(1 + 62 bits of the image's digest). position_ids: [3, L] int64 for M-RoPE models, else [1, L]. target: [L] bool,
     the last answer's tokens through its end-of-turn token, or all answers'. answer: the last answer's text without that
-    token. prompt_length: tokens before the last answer. source: `file:line`.
+    token. prompt_length: tokens before the last answer. source: `file:line`, of a row with several targets with the
+    number of one behind it.
     """
 
     id: str
@@ -117,27 +118,39 @@ class Renderer:
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def render(self, record: Any, source: str, folder: Path, again: Callable[[], Any] | None = None) -> Example:
+    def render(
+        self,
+        record: Any,
+        source: str,
+        folder: Path,
+        again: Callable[[], Any] | None = None,
+        target: int | None = None,
+    ) -> Example:
         """`record` (a decoded row) as an example; image paths are below `folder`; source: `file:line`.
 
-        again: reads the row anew, so that images in it need not stay in memory; without it `record` is kept.
+        again: reads the row anew, so that images in it need not stay in memory; without it `record` is kept. target:
+        of a row with several which one, see `chat.targets_of`.
 
         Raises UserError, beginning with `source`, for whatever is wrong with the row.
         """
-        conversation = chat.parse(record, source)
+        source = chat.place_of(source, target)
+        conversation = chat.parse(record, source, target)
         self._refuse_control_tokens(conversation, source)
-        row = again or (lambda: record)
+
+        def row() -> Conversation:
+            return chat.parse(record if again is None else again(), source, target)
+
         files = [self._locate(folder, name, source, index, row) for index, name in enumerate(conversation.images)]
         pictures = [self.images.add(path, source) for path in files] if self.images else []
         grids = [grid for grid, _ in pictures]
         text, spans = self._template.spans(conversation, source, self._targets)
         expanded = self._expand(text, grids, source)
         ids, offsets = self._tokenize(expanded)
-        target = np.zeros(len(ids), dtype=np.bool_)
+        learned = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             gained = len(self._expand(text[: span.start], grids[: span.images], source)) - span.start
             begin, end = self._target(expanded, ids, offsets, (span.start + gained, span.end + gained), source)
-            target[begin:end] = True
+            learned[begin:end] = True
         runs = self._image_runs(ids, grids, source)
         keys = ids
         for (first, last), (_, digest) in zip(runs, pictures, strict=True):
@@ -145,7 +158,7 @@ class Renderer:
             keys[first:last] = -(1 + (int(digest, 16) >> (256 - 62)))
         self._compare_once(conversation, files, ids, source)
         position_ids = self._position_index(ids, grids)
-        for array in (ids, keys, position_ids, target):
+        for array in (ids, keys, position_ids, learned):
             array.flags.writeable = False
         return Example(
             id=source if conversation.id is None else conversation.id,
@@ -153,7 +166,7 @@ class Renderer:
             ids=ids,
             keys=keys,
             position_ids=position_ids,
-            target=target,
+            target=learned,
             images=self._references(runs, pictures, files),
             answer=text[spans[-1].start : spans[-1].end],
             prompt_length=begin,
@@ -193,12 +206,12 @@ class Renderer:
             if found := self._control_tokens.search(text):
                 raise UserError(f"{source}: tools hold {found.group()!r}, a control token of the model; remove it")
 
-    def _locate(self, folder: Path, name: str, source: str, index: int, row: Callable[[], Any]) -> Origin:
+    def _locate(self, folder: Path, name: str, source: str, index: int, row: Callable[[], Conversation]) -> Origin:
         if not self._with_images or self._position_index.coordinates != 3:
             raise UserError(f"{source}: image {shown(name)}: this model reads text only")
         if name.startswith("data:"):
             place = f"{source}: image {index + 1} of the row"
-            return Inline.of(name, place, lambda: chat.parse(row(), source).images[index])
+            return Inline.of(name, place, lambda: row().images[index])
         return locate(folder, name, source)
 
     def _expand(self, text: str, grids: list[tuple[int, int, int]], source: str) -> str:

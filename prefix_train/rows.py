@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from configs.errors import UserError
 from prefix_train.chat import shown
@@ -20,11 +20,15 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row: `source` is `file:line`, `start` where it is found again, `digest` that of `content`, its JSON."""
+    """A row: `source` is `file:line`, `start` where it is found again, `digest` that of `content`, its JSON.
+
+    wrong: what is wrong with a row that has no content.
+    """
 
     source: str
     start: int
     content: bytes
+    wrong: str = ""
 
     @property
     def digest(self) -> bytes:
@@ -32,14 +36,18 @@ class Line:
 
 
 class Rows(Protocol):
-    """Rows that can be read in their order, and each again. folder: paths of images are below it."""
+    """Rows that can be read in their order, and each again. What is wrong with one alone, `record` says."""
 
-    @property
-    def folder(self) -> Path: ...
     def __iter__(self) -> Iterator[Line]: ...
 
     def line(self, source: str, start: int, length: int) -> Line:
         """The row that was `source` at `start` with `length` bytes, as it is now."""
+
+    def record(self, line: Line) -> Any:
+        """The chat row that `line` holds, not yet checked. Raises UserError where it holds no JSON."""
+
+    def folder(self, line: Line) -> Path:
+        """Paths of images in `line` are below it."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +55,6 @@ class JsonLines:
     """The lines of a file that are not blank. Lines end with LF or CR LF; `start` is a line's first byte."""
 
     path: Path
-
-    @property
-    def folder(self) -> Path:
-        """Where the file is."""
-        return self.path.parent
 
     def __iter__(self) -> Iterator[Line]:
         """Raises UserError where the file cannot be read or has no such line."""
@@ -63,6 +66,14 @@ class JsonLines:
             file.seek(start)
             return Line(source, start, file.read(length))
 
+    def record(self, line: Line) -> Any:
+        """See `decode_row`."""
+        return decode_row(line)
+
+    def folder(self, line: Line) -> Path:
+        """Where the file is."""
+        return self.path.parent
+
 
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a file that are not blank.
@@ -73,21 +84,30 @@ def read_lines(path: Path) -> Iterator[Line]:
         raise UserError(f"{path}: no such file; write the path of a chat JSONL file")
     if not path.is_file():
         raise UserError(f"{path}: not a file; write the path of a chat JSONL file")
-    empty, start = True, 0
+    empty = True
     try:
         with path.open("rb") as file:
-            for number, content in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
-                line = Line(f"{path}:{number}", start, content)
-                if len(content) > MAX_LINE_BYTES:
-                    raise UserError(f"{line.source}: the line is longer than {MAX_LINE_BYTES:,} bytes")
-                if content.removeprefix(BYTE_ORDER_MARK).strip():
+            for line in _lines(file, path):
+                if line.wrong or line.content.removeprefix(BYTE_ORDER_MARK).strip():
                     empty = False
                     yield line
-                start += len(content)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     if empty:
-        raise UserError(f"{path}: the file is empty; write one chat row per line")
+        raise UserError(f"{path}: the file is empty; write one row per line")
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[Line]:
+    """All lines; one that is too long without its content, which is read over."""
+    start, number = 0, 0
+    while content := file.readline(MAX_LINE_BYTES + 1):
+        number, size, long = number + 1, len(content), len(content) > MAX_LINE_BYTES
+        while long and content and not content.endswith(b"\n"):
+            content = file.readline(MAX_LINE_BYTES + 1)
+            size += len(content)
+        wrong = f"the line is longer than {MAX_LINE_BYTES:,} bytes" if long else ""
+        yield Line(f"{path}:{number}", start, b"" if long else content, wrong)
+        start += size
 
 
 def decode_row(line: Line) -> Any:
@@ -95,13 +115,17 @@ def decode_row(line: Line) -> Any:
 
     Raises UserError, beginning with `file:line`, where it is none.
     """
+    if line.wrong:
+        raise UserError(f"{line.source}: {line.wrong}")
     source, content = line.source, line.content if line.start else line.content.removeprefix(BYTE_ORDER_MARK)
     try:
         return json.loads(content.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{source}: broken JSON at character {error.pos + 1}: {error.msg}") from error
+        whole = content.strip() == b"{" or content.lstrip().startswith(b"[")
+        hint = "; write each row on one line of its own, without a list around them" if whole else ""
+        raise UserError(f"{source}: broken JSON at character {error.pos + 1}: {error.msg}{hint}") from error
     except RecursionError:
         raise UserError(f"{source}: the JSON is nested too deeply; a chat row has four levels") from None
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Chat rows in parquet files, in a folder of them, or in a folder that `datasets` has saved.
 
-The columns `messages`, `id`, `tools` and `images` are read, others are not. A table has every key in every row: keys
-that are null are left out. Images as bytes, alone or as `datasets` has them, become data URIs. Needs pyarrow, which is
-imported where a table is opened. No torch.
+The columns `messages`, `targets`, `id`, `tools` and `images` are read, others are not. A table has every key in every
+row: keys that are null are left out. Images as bytes, alone or as `datasets` has them, become data URIs. Needs pyarrow,
+which is imported where a table is opened. No torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from prefix_train.rows import Line
+from prefix_train.chat import shown
+from prefix_train.rows import Line, decode_row
 
-COLUMNS = ("id", "messages", "tools", "images")
+COLUMNS = ("id", "messages", "targets", "tools", "images")
+
+IMAGES = ("image", "images", "bytes")
+"""Where bytes may stand."""
 
 SAVED, SPLITS = "state.json", "dataset_dict.json"
 """What `datasets` writes into a folder: of one split, and of several."""
@@ -85,7 +89,7 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         """Raises UserError without pyarrow, or where a file cannot be read or has no column `messages`."""
-        self.folder = path if path.is_dir() else path.parent
+        self._folder = path if path.is_dir() else path.parent
         self._files = [_open(file) for file in files_of(path)]
         self._ends = list(accumulate(file.groups[-1] if file.groups else 0 for file in self._files))
         if not self._ends or not self._ends[-1]:
@@ -101,7 +105,7 @@ class Table:
                 with self._lock:
                     group = self._load(place, index)
                 for first in range(0, group.num_rows, AT_ONCE):
-                    for row in group.slice(first, AT_ONCE).to_pylist():
+                    for row in _values(group.slice(first, AT_ONCE)):
                         yield self._line(place, number, row)
                         number += 1
 
@@ -113,8 +117,16 @@ class Table:
         index = bisect_right(groups, start - before)
         first = before + (groups[index - 1] if index else 0)
         with self._lock:
-            (row,) = self._load(place, index).slice(start - first, 1).to_pylist()
+            (row,) = _values(self._load(place, index).slice(start - first, 1))
         return self._line(place, start, row)
+
+    def record(self, line: Line) -> Any:
+        """The row as JSON has it. Raises UserError where it holds what JSON has not."""
+        return decode_row(line)
+
+    def folder(self, line: Line) -> Path:
+        """The folder that was given, or where the file is."""
+        return self._folder
 
     def _load(self, place: int, index: int) -> Any:
         if self._kept != (place, index):
@@ -123,13 +135,34 @@ class Table:
             self._group, self._kept = _reading(file.path, lambda: _group(file, index)), (place, index)
         return self._group
 
-    def _line(self, place: int, number: int, row: dict[str, Any]) -> Line:
+    def _line(self, place: int, number: int, row: dict[str, Any] | str) -> Line:
         before = self._ends[place - 1] if place else 0
-        record = _plain(row)
-        if "id" in record:
-            record["id"] = str(record["id"])
-        content = json.dumps(record, default=str).encode()
-        return Line(f"{self._files[place].path}:{number - before + 1}", number, content)
+        source = f"{self._files[place].path}:{number - before + 1}"
+        try:
+            if isinstance(row, str):
+                raise _NoJson(row)
+            record = _plain(row)
+            if isinstance(record.get("id"), int):
+                record["id"] = str(record["id"])
+            return Line(source, number, json.dumps(record, default=_refuse).encode())
+        except _NoJson as error:
+            return Line(source, number, b"", str(error))
+
+
+class _NoJson(Exception):
+    """What is wrong with a row."""
+
+
+def _values(rows: Any) -> list[dict[str, Any] | str]:
+    """The rows of a piece of a table as Python has them, or what is wrong with one."""
+    try:
+        return list(rows.to_pylist())
+    except (ValueError, OverflowError) as error:
+        if len(rows) > 1:
+            return [value for index in range(len(rows)) for value in _values(rows.slice(index, 1))]
+        if isinstance(error, UnicodeDecodeError):
+            return ["a text is not UTF-8; write it as UTF-8"]
+        return [f"a value cannot be read: {error}"]
 
 
 def _open(path: Path) -> _File:
@@ -165,14 +198,20 @@ def _reading(path: Path, read: Any) -> Any:
         raise UserError(f"{path}: not a readable table: {str(error).splitlines()[0]}") from error
 
 
-def _plain(value: Any) -> Any:
-    """`value` as JSON has it: no null in an object, images as paths or data URIs."""
+def _plain(value: Any, key: str = "") -> Any:
+    """`value`, which stands under `key`, as JSON has it: no null in an object, images as paths or data URIs."""
     if isinstance(value, bytes):
+        if key not in IMAGES:
+            raise _NoJson(f"{key} holds bytes; write a text, or an image as bytes under image")
         return f"data:image/*;base64,{base64.b64encode(value).decode()}"
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [_plain(one, key) for one in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"bytes", "path"} and isinstance(value["bytes"], bytes | None):
-        return _plain(value["path"] if value["bytes"] is None else value["bytes"])
-    return {key: _plain(one) for key, one in value.items() if one is not None}
+        return _plain(value["path"] if value["bytes"] is None else value["bytes"], key)
+    return {name: _plain(one, name) for name, one in value.items() if one is not None}
+
+
+def _refuse(value: Any) -> Any:
+    raise _NoJson(f"{shown(value)} is no text, number, list or object; write it as a text")

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from configs import runfolder
 from configs.errors import UserError
 from prefix_train.budget import GIB
-from prefix_train.results import charts, lives, tables
+from prefix_train.results import charts, document, lives, tables
 from prefix_train.results import run as runs_module
 from prefix_train.results.charts import Bar, Chart, Level, Mark, Series
 from prefix_train.results.lives import Span
@@ -62,29 +58,19 @@ def place_of(folders: Sequence[Path], out: Path | None) -> Path:
 
 def write(runs: Sequence[Run], place: Path) -> None:
     """Write the page of `runs`. Raises UserError where it cannot be written."""
-    if place.is_dir():
-        raise UserError(f"{place} is a folder: say which file in it, as in --out {place / runfolder.REPORT}")
-    try:
-        runfolder.write_text(place, render(runs))
-    except OSError as error:
-        raise UserError(f"{place} cannot be written: {error.strerror}; say where with --out FILE.html") from error
+    document.write(render(runs), place, "--out")
 
 
 def render(runs: Sequence[Run]) -> str:
     """The page as text."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, finalize=_visible,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template("page.html").render(
+    return document.render(
+        Path(__file__).parent / "page.html",
         title=" / ".join(run.label for run in runs),
         runs=runs,
         figures=tables.figures(runs),
         curves=curves(runs),
         options=tables.options(runs),
         parts=[_part(run, index) for index, run in enumerate(runs)],
-        colours=charts.COLOURS,
-        dashes=charts.DASHES,
     )
 
 
@@ -143,7 +129,7 @@ def _part(run: Run, index: int) -> Part:
         tables.lives(run),
         tables.hangs(run),
         tables.endings(run),
-        tables.packs(run),
+        tables.packs(plan) if plan is not None else None,
         tables.verify(result.verify) if result is not None and result.verify is not None else None,
         tables.problems(run.preflights[newest]) if newest is not None else None,
     ]
@@ -168,7 +154,3 @@ def _state(one: Span) -> str:
 def _words(one: Span) -> str:
     how = one.cause or "not known, or not ended"
     return f"life {one.attempt} from {when(one.began)} to {when(one.ended)}: {how}"
-
-
-def _visible(value: Any) -> Any:
-    return value if isinstance(value, Markup) else charts.visible(str(value))

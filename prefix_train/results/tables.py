@@ -14,7 +14,7 @@ from configs.schema import Config
 from prefix_train.budget import GIB
 from prefix_train.results.charts import number
 from prefix_train.results.lives import ENDED_WELL
-from prefix_train.results.records import Node, Preflight, Spread, Verify
+from prefix_train.results.records import Node, Plan, Preflight, Spread, Verify
 from prefix_train.results.run import Run
 
 NONE = "–"
@@ -150,11 +150,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def packs(run: Run) -> Table | None:
+def packs(plan: Plan) -> Table:
     """The plan of the first epoch."""
-    plan = run.plan
-    if plan is None:
-        return None
     pairs = plan.visible_pairs
     rows = (
         ("examples", f"{plan.examples:,} in {plan.packs:,} packs ({plan.mode})"),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 
 from configs.errors import UserError
+from prefix_train import rows
 from prefix_train.data import load_examples, read_jsonl
 from tests import chats
 from tests.chats import picture, row, text
@@ -31,6 +35,10 @@ def assistant(content: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
+def several(targets: Any) -> dict[str, Any]:
+    return {"messages": [user("a")], "targets": targets}
+
+
 STRUCTURE = {
     "broken JSON": (b'{"messages": [', "broken JSON at character"),
     "half a row": (raw(row())[:40], "broken JSON at character 42"),
@@ -48,6 +56,14 @@ STRUCTURE = {
     "a huge float": (raw(row(id="x"))[:-1] + b', "meta": NaN}', "NaN is no JSON value"),
     "a key twice": (b'{"messages": [], "messages": []}', "the key 'messages' stands twice"),
     "a row that is a list": (b"[1, 2]", "the row is a list; write an object"),
+    "a file that is one list": (
+        b'[{"messages": []},',
+        "broken JSON at character .*; write each row on one line of its",
+    ),
+    "a row over several lines": (
+        b"{",
+        "broken JSON at character .*; write each row on one line of its own, without",
+    ),
     "a row that is null": (b"null", "the row is null"),
     "a row that is a text": (b'"messages"', "the row is a text"),
     "a row that is a number": (b"7", "the row is a number"),
@@ -105,6 +121,22 @@ STRUCTURE = {
     "a target of white space": (raw(row(answer=" \n\t")), "the target is empty"),
     "a target of empty parts": (raw(row(answer=[text(""), text(" ")])), "the target is empty"),
     "an image in the target": (raw(row(answer=[text("a"), picture("good.png")])), "the target holds an image"),
+    "targets that are a text": (raw(several("yes")), "targets is a text; write a list of answers"),
+    "no targets": (raw(several([])), "targets is an empty list; write a list of answers, or end the messages"),
+    "targets beside an answer": (raw(row(targets=["yes"])), "row has targets, and its messages end with an answer"),
+    "a target that is a number": (
+        raw(several([7])),
+        r"target 1: targets\[0\] is a number|targets\[0\].content is a num",
+    ),
+    "a target that is empty": (raw(several([""])), "target 1: the target is empty"),
+    "a target that is the user's": (
+        raw(several([user("a")])),
+        r"targets\[0\] has the role 'user'; an answer is the ass",
+    ),
+    "a target with an unknown key": (
+        raw(several([{"content": "a", "name": "Ann"}])),
+        r"targets\[0\] has the unknown key 'name'; known are role, content",
+    ),
     "a duplicate id": (raw(row(id="first")), "the id 'first' is already that of .*:1; ids are unique"),
 }
 """Case -> (line, what the error says). These are found without a model."""
@@ -137,6 +169,19 @@ RENDERING = {
     "a text instead of an image": (raw(row([picture("text.png")])), r"text\.png' is of no known format"),
     "an empty image": (raw(row([picture("empty.png")])), r"empty\.png' is of no known format"),
     "a decompression bomb": (raw(row([picture("bomb.png")])), r"bomb\.png' is broken: Image size .* exceeds limit"),
+    "an animated image": (
+        raw(row([picture("moving.gif")])),
+        r"moving\.gif' has 2 frames; write each frame as an image",
+    ),
+    "an image of 16 bits": (raw(row([picture("deep.png")])), r"deep\.png' has the mode I;16, more than 8 bits"),
+    "a data URI of a text": (
+        raw(row([picture("data:text/plain;base64,aGVsbG8=")])),
+        "image 1 of the row is no data URI of an image in base64; write data:image/png;base64,...",
+    ),
+    "a data URI whose content is none": (
+        raw(row([picture("data:image/png;base64,aGVsbG8=")])),
+        "image 1 of the row is of no known format",
+    ),
     "an example above the cap": (raw(row("word " * 600)), r"has \d+,?\d* tokens, more than the cap of 500"),
 }
 """Case -> (line, what the error says). These need the model's processor."""
@@ -153,13 +198,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "text.png").write_text("no image")
     (made / "empty.png").write_bytes(b"")
     chats.blank().resize((1, 1)).convert("1").resize((20000, 10000)).save(made / "bomb.png")
+    chats.blank().save(made / "moving.gif", save_all=True, append_images=[PIL.Image.new("RGB", (32, 32), "red")])
+    PIL.Image.fromarray(np.arange(1024, dtype=np.uint16).reshape(32, 32)).save(made / "deep.png")
     os.mkfifo(made / "pipe.png")
     return made
 
 
 def one_line(error: pytest.ExceptionInfo[UserError], path: Path, line: int) -> str:
     message = str(error.value)
-    assert message.startswith(f"{path}:{line}: ")
+    assert re.match(rf"{re.escape(str(path))}:{line}( target 1)?: ", message)
     assert "\n" not in message
     assert "\0" not in message
     assert len(message) < 600
@@ -190,7 +237,7 @@ def test_a_bad_row_stops_or_is_left_out_and_nothing_else_is_lost(folder: Path, c
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", "the file is empty; write one chat row per line"),
+        (b"", "the file is empty; write one row per line"),
         (b"\n \r\n\n", "the file is empty"),
         (b"\xef\xbb\xbf\n", "the file is empty"),
     ],
@@ -207,11 +254,37 @@ def test_an_empty_file_is_an_error_in_any_case(tmp_path: Path, content: bytes, c
 def test_a_file_that_cannot_be_read_is_an_error_in_any_case(tmp_path: Path, on_bad: Any) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "circle").symlink_to("circle")
-    for name, complaint in [("none", "no such file"), (".", "not a file"), ("pipe", "not a file")]:
+    for name, complaint in [("none", "no such file"), (".", "no folder of data"), ("pipe", "not a file")]:
         with pytest.raises(UserError, match=rf"^{tmp_path / name}: {complaint}"):
             load_examples(tmp_path / name, chats.renderer(), 500, on_bad)
     with pytest.raises(UserError, match="circle: no such file"):
         load_examples(tmp_path / "circle", chats.renderer(), 500, on_bad)
+
+
+def test_a_line_that_is_too_long_is_left_out_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 300)
+    for size in (300, 301, 601, 900, 5000):
+        path = chats.write(tmp_path / "d.jsonl", [row(id="first"), b"x" * size, row(id="last")])
+        with pytest.raises(UserError, match=rf"^{path}:2: (the line is longer than 300 bytes|broken JSON)"):
+            load_examples(path, chats.renderer(), 500)
+        found = load_examples(path, chats.renderer(), 500, on_bad="skip", kept_tokens=1)
+        assert [example.id for example in found] == ["first", "last"]
+        assert len(found.skipped) == 1
+
+
+def test_photographs_are_upright_and_colours_of_print_become_rgb(tmp_path: Path) -> None:
+    """As the camera held it: EXIF turns a picture of 64 x 32 into one of 32 x 64."""
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6
+    wide = PIL.Image.new("RGB", (64, 32), "red")
+    wide.save(tmp_path / "turned.jpg", exif=exif)
+    wide.rotate(-90, expand=True).save(tmp_path / "upright.jpg")
+    wide.convert("CMYK").save(tmp_path / "print.jpg")
+    names = ("turned", "upright", "print")
+    path = chats.write(tmp_path / "d.jsonl", [row([picture(f"{name}.jpg")]) for name in names])
+    turned, upright, printed = load_examples(path, chats.renderer(), 500)
+    assert turned.images[0].grid == upright.images[0].grid
+    assert printed.images[0].grid[1:] == turned.images[0].grid[:0:-1]
 
 
 def test_both_numbers_are_named_where_an_example_is_above_the_cap(tmp_path: Path) -> None:

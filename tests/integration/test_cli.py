@@ -57,8 +57,9 @@ def test_a_bad_row_is_one_line_and_status_2(
     data.write_bytes(json.dumps(row(id="first")).encode() + b"\n" + bad + b"\n")
     status, out, err = run(capsys, *planned(tmp_path, data), "data.max_example_tokens=500")
     assert status == 2
-    assert out == ""
-    assert err.startswith(f"error: {data}:2: ")
+    document = json.loads(out.splitlines()[-1])
+    assert (document["examples"], len(document["skipped"])) == (1, 1)
+    assert err.startswith((f"error: {data}:2: ", f"error: {data}:2 target 1: "))
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir()), "nothing is written for bad data"
 

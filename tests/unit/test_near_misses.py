@@ -210,3 +210,90 @@ def test_the_plan_shows_them_as_text_and_as_json(tmp_path: Path, capsys: pytest.
     (miss,) = json.loads(document)["near_misses"]
     assert [variant["sources"] for variant in miss["variants"]] == [[f"{tmp_path}/d.jsonl:{n}"] for n in (1, 2)]
     assert any(line.startswith("nearly shared 2 examples differ in 2 short texts after ") for line in said)
+
+
+@pytest.mark.parametrize("at", ["in the prompt", "at the very beginning"])
+def test_images_of_any_size_that_differ_are_a_near_miss(tmp_path: Path, at: str) -> None:
+    """An image has one token for each 32 x 32 pixels here: far more than a differing stretch may have."""
+    rules = " ".join(f"Rule {number}: look twice." for number in range(30))
+    chats.draw(tmp_path / "all.png", 64, 64, seed=9)
+    shown = [picture("all.png"), text("Compare with:")] if at == "in the prompt" else []
+    renderer, trie, keys = chats.renderer(), Trie(), []
+    for number, side in enumerate((256, 288, 320)):
+        chats.draw(tmp_path / f"{number}.png", side, side, seed=number)
+        example = renderer.render(row([*shown, picture(f"{number}.png"), text(rules)]), f"d:{number}", tmp_path)
+        trie.insert(example.keys)
+        keys.append(example.keys)
+    placeholders = [int((each == each[each < 0][-1]).sum()) for each in keys]
+    assert min(placeholders) > near_misses.STRETCH
+    (miss,) = find(trie)
+    assert sorted(variant.tokens for variant in miss.variants) == sorted(placeholders)
+    first = int(np.flatnonzero(keys[0] == keys[0][keys[0] < 0][-1])[0])
+    assert miss.alike == first
+    rest = len(keys[0]) - first - placeholders[0]
+    # As if all three had the smallest image: two larger ones and two copies of what follows less.
+    assert miss.saves == placeholders[1] + placeholders[2] + 2 * rest
+    (said,) = near_misses.summary([miss], ["d:1", "d:2", "d:3"], renderer.text_of)
+    assert [variant["text"] for variant in said["variants"]] == ["(image)"] * 3
+    assert said["before"].count("(image)") <= 1
+
+
+RULES = " ".join(f"Rule {number}: look twice." for number in range(30))
+DIFFERING = {
+    "dates": lambda n: f"Today is {('Mon', 'Tue', 'Wed')[n % 3]}, {1 + n % 28} March 20{20 + n % 7}. {RULES}",
+    "ids": lambda n: f"Case 7f{n:04x}a0-99b1-4e{n:02d}-8c0d-{n * 7919:012x}. {RULES}",
+    "names": lambda n: f"You work for {('Ann Öztürk', 'Bo', 'María-José de la Cruz', '王小明')[n % 4]}. {RULES}",
+    "white space at the beginning": lambda n: (
+        f"{('', ' ', chr(10), chr(10) * 3, chr(9), chr(13) + chr(10))[n % 6]}{RULES}"
+    ),
+    "a number at the beginning": lambda n: f"{n}. {RULES}",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERING)
+def test_what_differs_in_practice_is_found_through_a_real_tokenizer(tmp_path: Path, kind: str) -> None:
+    renderer, trie = chats.renderer(), Trie()
+    length = 0
+    for number in range(12):
+        record = row(f"Which is {number}?", system=DIFFERING[kind](number))
+        example = renderer.render(record, f"d:{number}", tmp_path)
+        trie.insert(example.keys)
+        length = max(length, len(example.keys))
+    before = tokens_in(trie.top)
+    found = find(trie)
+    assert found
+    assert sum(variant.examples for variant in found[0].variants) == 12
+    # All but one copy of the rules is saved for each variant but one.
+    assert tokens_in(trie.top) < before / 2
+
+
+def test_twenty_thousand_examples_are_looked_at_in_seconds_and_twice_as_many_in_about_twice_the_time() -> None:
+    """A date, an id at the very beginning, and an image that differs, each before the same long instructions."""
+
+    def variants(examples: int) -> int:
+        days = {(n % 10, n // 10 % 10, n // 100 % 30) for n in range(0, examples, 3)}
+        return len(days) + len({n * 7919 % 999_983 for n in range(1, examples, 3)}) + 500
+
+    def seconds(examples: int) -> float:
+        rng, trie = np.random.default_rng(0), Trie()
+        rules = np.arange(5000, 5400)
+        own = rng.integers(100, 4000, (examples, 40))
+        for number in range(examples):
+            day = [40 + number % 10, 50 + number // 10 % 10, 60 + number // 100 % 30]
+            name = [10 + int(digit) for digit in f"{number * 7919 % 999_983:06d}"]
+            image = [-2 - number % 500] * 300
+            head = (day, name, image)[number % 3]
+            prompt = np.arange(60) + 700 + 100 * (number % 3) if number % 3 != 1 else np.array([1, 2])
+            trie.insert(np.r_[prompt, np.array(head, np.int64), rules, own[number]])
+        begin = time.process_time()
+        misses = find(trie)
+        spent = time.process_time() - begin
+        assert len(misses) == 3
+        assert sum(variant.examples for miss in misses for variant in miss.variants) == examples
+        assert {miss.alike for miss in misses} == {2, 60}
+        assert sum(len(miss.variants) for miss in misses) == variants(examples)
+        return spent
+
+    half, whole = seconds(10_000), seconds(20_000)
+    assert whole < 20
+    assert whole < 4 * half + 1

@@ -146,7 +146,10 @@ def test_embedded_images_are_read_again_from_their_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "complaint"),
     [
-        ("data:,hello", "image 1 of the row is no data URI of base64; write data:image/png;base64,..."),
+        ("data:,hello", "image 1 of the row is no data URI of an image in base64; write data:image/png"),
+        ("data:text/plain;base64,aGVsbG8=", "image 1 of the row is no data URI of an image in base64"),
+        ("data:application/pdf;base64,JVBERi0=", "image 1 of the row is no data URI of an image in base64"),
+        ("data:image/png,hello", "image 1 of the row is no data URI of an image in base64"),
         ("data:image/png;base64,????", "image 1 of the row is broken base64"),
         ("data:image/png;base64,aGVsbG8=", "image 1 of the row is of no known format; write one of PNG"),
     ],
@@ -193,6 +196,87 @@ def test_a_bad_row_is_one_line_with_file_and_row(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^{path}:2: the target is empty"):
         load(path)
     assert len(load(path, on_bad="skip")) == 2
+
+
+def one_message(content: pa.Array) -> pa.Table:
+    """A table of one row with one question, whose content is of any type, and its answer."""
+    question = pa.StructArray.from_arrays([pa.array(["user"]), content], ["role", "content"])
+    messages = pa.ListArray.from_arrays(pa.array([0, 1]), question)
+    return pa.table({"messages": messages, "targets": pa.array([["yes"]])})
+
+
+WRONG = {
+    "bytes as text": (pa.array([b"abc"]), "content holds bytes; write a text, or an image as bytes under image"),
+    "a number": (pa.array([7]), r"messages\[0\].content is a number; write a text"),
+    "a time": (
+        pa.array([0], pa.timestamp("s")),
+        r"datetime.datetime\(1970, 1, 1, 0, 0\) is no text, number, list or obj",
+    ),
+    "a decimal": (pa.array([7], pa.decimal128(5, 2)), r"Decimal\('7.00'\) is no text"),
+    "not UTF-8": (
+        pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff")),
+        "a text is not UTF-8; write it as UTF-8",
+    ),
+    "a number that is none": (pa.array([float("nan")]), "NaN is no JSON value"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_type_within_messages_is_one_line_and_alone(tmp_path: Path, case: str) -> None:
+    content, complaint = WRONG[case]
+    path = tmp_path / "d.parquet"
+    bad = one_message(content)
+    pq.write_table(bad, path)
+    with pytest.raises(UserError, match=rf"^{path}:1( target 1)?: {complaint}") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    if content.type == pa.string():
+        good = one_message(pa.array(["a"]))
+        pq.write_table(pa.concat_tables([good, bad, good]), path)
+        found = load(path, on_bad="skip")
+        assert [example.source for example in found] == [f"{path}:1 target 1", f"{path}:3 target 1"]
+        assert found.skipped[0].startswith(f"{path}:2: a text is not UTF-8")
+
+
+@pytest.mark.parametrize(
+    ("column", "complaint"),
+    [
+        (pa.array([1]), "the row has a number"),
+        (pa.array(['[{"role": "user"}]']), "the row has a text"),
+        (pa.array([["user"]]), r"messages\[0\] is a text"),
+        (pa.array([None], pa.list_(pa.string())), "the row has no messages"),
+        (pa.array([{"role": "user", "content": "a"}]), "the row has an object"),
+    ],
+)
+def test_a_wrong_type_of_column_is_one_line(tmp_path: Path, column: pa.Array, complaint: str) -> None:
+    pq.write_table(pa.table({"messages": column}), tmp_path / "d.parquet")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/d.parquet:1: {complaint}"):
+        load(tmp_path / "d.parquet")
+
+
+def test_several_targets_come_from_tables_as_from_jsonl(tmp_path: Path) -> None:
+    rows = [
+        {"messages": row(f"{n}?")["messages"][:1], "targets": ["yes", "no"][: 1 + n % 2], "id": n} for n in range(4)
+    ]
+    named = [{**one, "id": str(one["id"])} for one in rows]
+    plain = load(chats.write(tmp_path / "d.jsonl", named))
+    found = load(parquet(tmp_path / "d.parquet", rows), kept_tokens=1)
+    assert [example.id for example in found] == ["0/1", "1/1", "1/2", "2/1", "3/1", "3/2"]
+    assert all(same(one, other) for one, other in zip(found, plain, strict=True))
+
+
+def test_a_damaged_table_is_one_line(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d.parquet", records(40))
+    whole = path.read_bytes()
+    for content in (b"", whole[:100], whole[: len(whole) // 2], whole[:4] + bytes(200) + whole[204:]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"^{path}: not a readable table: ") as caught:
+            load(path)
+        assert "\n" not in str(caught.value)
+    folder = saved(tmp_path / "saved", [records()])
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"\0" * 10)
+    with pytest.raises(UserError, match=r"^.*/data-00000-of-00001.arrow: not a readable table: "):
+        load(folder)
 
 
 def test_what_is_no_table_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
