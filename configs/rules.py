@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from operator import attrgetter
 
+from configs import metric_names, tracker_names
 from configs.errors import UserError
 from configs.schema import Config, StreamConfig
 
@@ -35,6 +36,7 @@ AT_LEAST: dict[str, float] = {
     "evaluate.every": 0,
     "evaluate.examples": 1,
     "evaluate.max_new_tokens": 1,
+    "evaluate.cache_tokens": 1,
     "evaluate.chance": 0,
     "verify.examples": 0,
     "verify.mean_loss": 0,
@@ -103,6 +105,9 @@ def _broken(config: Config) -> Iterator[str]:
     yield from _choices(config)
     yield from _shape(config)
     yield from _streaming(config)
+    yield from metric_names.broken(config.evaluate.metrics)
+    report = config.report
+    yield from tracker_names.broken(report.trackers, report.project, report.run_name, report.offline)
     yield from _watching(config)
     if config.cluster != "debug":
         yield from _time(config)

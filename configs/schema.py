@@ -192,6 +192,20 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    """Who is told of the run besides metrics.jsonl and TensorBoard, whose files are always written."""
+
+    trackers: list[str] = field(default_factory=list)
+    """Experiment trackers, by Accelerate's names: `wandb`, `mlflow`, `trackio` and others; docs/guides/trackers.md."""
+    project: str | None = None
+    """The trackers' project (MLflow's experiment); none: `name`."""
+    run_name: str | None = None
+    """What the trackers show the run as; none: the run folder's name. trackio has the folder's name always."""
+    offline: bool = False
+    """Trackers write files and reach nothing: `wandb` and `mlflow` below `logs/` of the run folder."""
+
+
+@dataclass(frozen=True)
 class VerifyConfig:
     """The run's check of itself against transformers' own model."""
 
@@ -329,8 +343,6 @@ class Config:
     """`sharded`: FSDP2. `stream`: frozen weights pass through the GPU block by block."""
     run_root: str = "runs"
     """Folder that the run folders are made in."""
-    trackers: list[str] = field(default_factory=list)
-    """Experiment trackers besides metrics.jsonl and TensorBoard, by Accelerate's names."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pack: PackConfig = field(default_factory=PackConfig)
@@ -339,6 +351,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     stream: StreamConfig = field(default_factory=StreamConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -229,14 +230,21 @@ def verify_engine(config: Config, engine: str, examples: int, as_json: bool) -> 
 @app.command("evaluate")
 def evaluate_command(
     run_folder: RunFolder,
-    data: Annotated[Path | None, typer.Option(help="Another chat JSONL file than the run's own.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="evaluate.key=value", help="Options of evaluation to change.")
+    ] = None,
+    checkpoint: Annotated[int | None, typer.Option(min=1, help="Update of the checkpoint; the newest.")] = None,
+    base: Annotated[bool, typer.Option("--base", help="The model as it was before the first update.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Other data than the run's own held-out examples.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Held-out loss through packs, and accuracy by generating with each prefix computed once."""
-    from prefix_train import review
+    """Held-out loss through packs, answers and their metrics. Example: prefix-train evaluate RUN --checkpoint 50"""
+    from prefix_train import outcome, review
 
-    found = review.evaluate(run_folder, data)
-    answer(found, json.dumps(found, indent=1), as_json)
+    found = review.evaluate(run_folder, review.Evaluation(checkpoint, base, data, tuple(overrides or ())))
+    if int(os.environ.get("RANK", "0")) == 0:
+        lines = [*outcome.lines(found), *([f"predictions: {found['predictions']}"] if "predictions" in found else [])]
+        answer(found, "\n".join(lines), as_json)
 
 
 @app.command("export")

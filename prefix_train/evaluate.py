@@ -1,4 +1,4 @@
-"""Held-out quality: losses through packs, and answers generated with each shared prefix computed once.
+"""Held-out quality: losses through packs, and answers generated with each shared beginning computed once.
 
 M targets of a pack, E (example, target) entries.
 """
@@ -6,39 +6,47 @@ M targets of a pack, E (example, target) entries.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs import metric_names, runfolder
+from configs.errors import UserError
+from configs.schema import EvaluateConfig
 from prefix_train.collate import Batch, collate, entry_weights
-from prefix_train.generate import greedy
+from prefix_train.data import rows_of
+from prefix_train.generate import Counts, greedy
+from prefix_train.metrics import Answer, Metric, OwnMetric
 from prefix_train.render import Example
+from prefix_train.rows import decode_row
 
 if TYPE_CHECKING:
     from prefix_train.dist import Ranks
     from prefix_train.model import Root
     from prefix_train.plan import Pack
 
+PREDICTIONS = "predictions.jsonl"
+SUMMARY = "summary.json"
+
 
 @dataclass(frozen=True)
-class Answer:
-    """What the model answered to one held-out example. text: without the end token. complete: an end token came."""
+class Scored:
+    """All answers in the file's order, each with its scores by metric, and what they come to.
 
-    id: str
-    source: str
-    expected: str
-    text: str
-    complete: bool
+    mistake: of a user's metric, which then has no scores; everything else is there all the same.
+    """
 
-    @property
-    def exact(self) -> bool:
-        """Is it the expected answer, letter by letter?"""
-        return self.complete and self.text == self.expected
+    answers: list[Answer]
+    scores: list[dict[str, Any]]
+    metrics: dict[str, Any]
+    counts: dict[str, int]
+    mistake: str | None
 
 
 def example_losses(each: Tensor, batch: Batch) -> dict[int, float]:
@@ -68,17 +76,23 @@ def losses(root: Root, packs: Sequence[Pack], examples: Sequence[Example], ranks
 
 
 def answers(
-    model: PreTrainedModel, tokenizer: Any, examples: Sequence[Example], max_new_tokens: int, min_shared: int
-) -> list[Answer]:
-    """Greedy answers of an unpatched `model` to the prompts of `examples`."""
+    model: PreTrainedModel,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    config: EvaluateConfig,
+    min_shared: int,
+) -> tuple[list[Answer], Counts]:
+    """Greedy answers of an unpatched `model` to the prompts of `examples`, and how many tokens that took."""
     ends = end_tokens(model, tokenizer)
-    generated = greedy(model, examples, max_new_tokens, ends, min_shared=min_shared)
+    generated, counts = greedy(
+        model, examples, config.max_new_tokens, ends, min_shared=min_shared, cache_tokens=config.cache_tokens
+    )
     found = []
     for example, tokens in zip(examples, generated, strict=True):
         complete = bool(tokens) and tokens[-1] in ends
         text = tokenizer.decode(tokens[:-1] if complete else tokens, skip_special_tokens=False)
-        found.append(Answer(example.id, example.source, example.answer, text, complete))
-    return found
+        found.append(Answer(example.id, example.source, example.answer, text, complete, len(tokens)))
+    return found, counts
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
@@ -88,23 +102,150 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
     return sorted({token for token in [*listed, tokenizer.eos_token_id] if token is not None})
 
 
-def accuracy(found: Sequence[Answer]) -> dict[str, Any]:
-    """Share of exact answers, and where the expected answers are JSON objects the share of each field that is right."""
-    fields: dict[str, list[bool]] = {}
-    for answer in found:
-        expected, given = _object(answer.expected), _object(answer.text)
-        for key, value in (expected or {}).items():
-            fields.setdefault(key, []).append(given is not None and key in given and given[key] == value)
-    return {
-        "examples": len(found),
-        "exact": sum(answer.exact for answer in found) / len(found),
-        "fields": {key: sum(right) / len(right) for key, right in fields.items()},
-    }
+def shares(order: Sequence[int], world: int) -> list[list[int]]:
+    """Examples for each of `world` ranks, equally many but for one: neighbours in the tree stay together."""
+    return [list(order[rank * len(order) // world : (rank + 1) * len(order) // world]) for rank in range(world)]
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+def score(
+    mine: Sequence[tuple[int, Answer]], counts: Counts, metrics: Sequence[Metric], data: Path, ranks: Ranks
+) -> Scored:
+    """Score this rank's answers, (index in the file, answer), and gather those of all ranks; the same on every rank.
+
+    Every rank calls it, also with no answer. What a user's metric raises is kept, so that no rank waits for another.
+    """
+    sources = [answer.source for _, answer in mine]
+    rows = ranks.together(lambda: read_rows(data, sources) if any_own(metrics) else {})
+    scores, mistakes = _score(mine, metrics, rows)
+    parts = [[index, asdict(answer), one] for (index, answer), one in zip(mine, scores, strict=True)]
+    gathered = ranks.gather({"parts": parts, "mistakes": mistakes, "counts": asdict(counts)})
+    for rank in reversed(gathered):
+        mistakes |= rank["mistakes"]
+    every = sorted((part for rank in gathered for part in rank["parts"]), key=lambda part: part[0])
+    whole = {name: sum(rank["counts"][name] for rank in gathered) for name in asdict(counts)}
+    return _summed([(Answer(**answer), scores) for _, answer, scores in every], metrics, mistakes, whole)
+
+
+def _score(
+    mine: Sequence[tuple[int, Answer]], metrics: Sequence[Metric], rows: Mapping[str, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Scores of each answer by metric, and for each metric that failed the first mistake."""
+    scores: list[dict[str, Any]] = [{} for _ in mine]
+    mistakes: dict[str, str] = {}
+    for metric in metrics:
+        try:
+            for (_, answer), into in zip(mine, scores, strict=True):
+                into[metric.name] = metric.score(answer, rows.get(answer.source, {}))
+        except UserError as error:
+            mistakes[metric.name] = str(error)
+    return scores, mistakes
+
+
+def _summed(
+    every: Sequence[tuple[Answer, dict[str, Any]]],
+    metrics: Sequence[Metric],
+    mistakes: dict[str, str],
+    counts: dict[str, int],
+) -> Scored:
+    """All ranks' answers and scores as one; a metric with a mistake has none."""
+    summaries: dict[str, Any] = {}
+    for metric in metrics:
+        found = [value for _, scores in every if (value := scores.get(metric.name)) is not None]
+        if metric.name in mistakes or not found:
+            continue
+        try:
+            summaries[metric.name] = metric.summary(found)
+        except UserError as error:
+            mistakes[metric.name] = str(error)
+    kept = [{name: value for name, value in scores.items() if name not in mistakes} for _, scores in every]
+    return Scored([answer for answer, _ in every], kept, summaries, counts, next(iter(mistakes.values()), None))
+
+
+def any_own(metrics: Sequence[Metric]) -> bool:
+    """Is one of them a user's?"""
+    return any(isinstance(metric, OwnMetric) for metric in metrics)
+
+
+def read_rows(data: Path, sources: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The rows of file `data` that stand at `sources`, decoded. Raises UserError where the file cannot be read."""
+    wanted = set(sources)
+    return {line.source: decode_row(line) for line in rows_of(data) if line.source in wanted} if wanted else {}
+
+
+def try_out(metrics: Sequence[Metric], example: Example, data: Path) -> None:
+    """Score the target of the first example as if it had been answered, before anything is trained for it.
+
+    Raises UserError where a user's metric cannot.
+    """
+    if not any_own(metrics):
+        return
+    row = read_rows(data, [example.source])[example.source]
+    right = Answer(example.id, example.source, example.answer, example.answer, True, 0)
+    for metric in metrics:
+        metric.score(right, row)
+
+
+def figures(scored: Scored) -> dict[str, Any]:
+    """What result.json says of the answers."""
+    found: dict[str, Any] = {"metrics": scored.metrics, "generated": scored.counts}
+    if metric_names.EXACT in scored.metrics:
+        found["accuracy"] = scored.metrics[metric_names.EXACT]
+    found["fields"] = scored.metrics.get(metric_names.JSON, {}).get("fields", {})
+    return found | ({} if scored.mistake is None else {"mistake": scored.mistake})
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """What a person wants to know of the answers that `figures` tells of."""
+    said = []
+    found = dict(result.get("metrics", {}))
+    if (exact := found.pop(metric_names.EXACT, None)) is not None:
+        chance = "" if result.get("chance") is None else f"; chance is {result['chance']:.0%}"
+        said.append(f"answered exactly {exact:.1%}{chance}")
+    if (fields := found.pop(metric_names.JSON, None)) is not None:
+        each = ", ".join(f"{name} {share:.1%}" for name, share in fields["fields"].items())
+        said.append(
+            f"JSON: {fields['valid']:.1%} of {fields['examples']} answers valid, {fields['right']:.1%} of fields right"
+            f" ({each}); {fields['missing']} missing, {fields['extra']} extra"
+        )
+    for name, value in found.items():
+        means = value if isinstance(value, dict) else {"": value}
+        said.append(f"{name}: " + ", ".join(f"{key} {one:.4g}".strip() for key, one in means.items()))
+    if "generated" in result:
+        counts = result["generated"]
+        times = counts["logical"] / counts["prompt"]
+        said.append(
+            f"generated {counts['answers']:,} tokens; {counts['prompt']:,} prompt tokens computed for "
+            f"{counts['logical']:,}: {times:.1f} times fewer"
+        )
+    return said
+
+
+def write(
+    folder: Path, scored: Scored | None, losses: Mapping[int, float], summary: Mapping[str, Any], run: Path
+) -> Path:
+    """Write every prediction as a line of JSON, then `summary`; the file of predictions.
+
+    scored: none where nothing was generated. losses: of the examples, by index. run: whose later lives forbid it.
+    """
+    path = folder / PREDICTIONS
+    if scored is not None:
+        runfolder.write_text(path, "".join(_lines(scored, losses)), run=run)
+    runfolder.write_json(folder / SUMMARY, summary, run=run)
+    return path
+
+
+def _lines(scored: Scored, losses: Mapping[int, float]) -> Iterator[str]:
+    """A line of JSON for each answer."""
+    for index, (answer, scores) in enumerate(zip(scored.answers, scored.scores, strict=True)):
+        line = {
+            "line": int(answer.source.rpartition(":")[2]),
+            "id": answer.id,
+            "source": answer.source,
+            "prediction": answer.text,
+            "target": answer.expected,
+            "metrics": scores,
+            "finish": "stop" if answer.complete else "length",
+            "tokens": answer.tokens,
+            **({"loss": losses[index]} if index in losses else {}),
+        }
+        yield json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"

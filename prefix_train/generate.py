@@ -1,15 +1,16 @@
-"""Greedy answers with each shared prefix computed once, on transformers' own unpatched model and cache.
+"""Greedy answers with each shared beginning computed once, on transformers' own unpatched model and cache.
 
-L tokens of a prompt, B prompts that are answered together. The prefix of a group runs once; its cache (keys and
-values, convolution and recurrent states) is copied for the prompts that branch off it. Prompts of one group whose items
-have equal lengths run as one batch, so that no padding ever enters a recurrent state.
+L tokens of a prompt, B prompts that are answered together. The prompts' forest is walked from its roots: a node's
+tokens run once, behind the cache of what is above it (keys and values, convolution and recurrent states), and that
+cache is copied for what branches off. Nodes that nothing branches off and that are equally long run as one batch, so
+that no padding ever enters a recurrent state. Equal prompts are answered once.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,29 +23,16 @@ from prefix_train.render import Example
 from prefix_train.tree import build_forest
 
 
-@dataclass(frozen=True)
-class Group:
-    """Prompts that begin with the same `prefix` tokens and go on for equally many: indices into the examples."""
+@dataclass
+class Counts:
+    """Tokens that went through the model. prompt: once where prompts share them. logical: of all prompts alone.
 
-    prefix: int
-    members: tuple[int, ...]
+    answers: generated ones, of equal prompts once.
+    """
 
-
-def group_prompts(examples: Sequence[Example], min_shared: int, batch: int) -> list[Group]:
-    """Group prompts by what they share; at least one token of each prompt stays outside the prefix."""
-    keys = [example.keys[: example.prompt_length] for example in examples]
-    forest = build_forest(keys, min_shared)
-    alike: dict[tuple[tuple[int, ...], int, int], list[int]] = defaultdict(list)
-    for index, prompt in enumerate(keys):
-        path = forest.path(index)
-        shared = int(forest.start[path[-1]])
-        prefix = min(shared, len(prompt) - 1)
-        alike[(path[:-1], prefix, len(prompt))].append(index)
-    return [
-        Group(prefix, tuple(members[at : at + batch]))
-        for (_, prefix, _), members in sorted(alike.items())
-        for at in range(0, len(members), batch)
-    ]
+    prompt: int = 0
+    logical: int = 0
+    answers: int = 0
 
 
 @torch.no_grad()
@@ -55,82 +43,140 @@ def greedy(
     end_tokens: Sequence[int],
     *,
     min_shared: int = 16,
-    batch: int = 64,
-) -> list[list[int]]:
+    cache_tokens: int = 1 << 18,
+) -> tuple[list[list[int]], Counts]:
     """Answer each example's prompt; a list of token ids per example, its end token included where it came.
 
     model: unpatched; it is left in its own train or eval mode, so dropout must be off. Stops an answer at any of
-    `end_tokens` or after `max_new_tokens`. Equal to `model.generate(do_sample=False)` token for token.
+    `end_tokens` or after `max_new_tokens`. cache_tokens: most tokens that the caches of answers in one batch may hold;
+    a single answer may hold more. Equal to `model.generate(do_sample=False)` token for token.
     """
+    same: dict[bytes, list[int]] = defaultdict(list)
+    counts = Counts()
+    for index, example in enumerate(examples):
+        same[example.keys[: example.prompt_length].tobytes()].append(index)
+        counts.logical += example.prompt_length
+    prompts = [examples[indices[0]] for indices in same.values()]
+    walk = _Walk(model, prompts, max_new_tokens, end_tokens, cache_tokens, counts)
+    walk.all(min_shared)
     answers: list[list[int]] = [[] for _ in examples]
-    shared: tuple[bytes, Any] = (b"", None)
-    for group in group_prompts(examples, min_shared, batch):
-        first = examples[group.members[0]]
-        identity = first.keys[: group.prefix].tobytes()
-        if group.prefix and shared[0] != identity:
-            cache = DynamicCache(config=model.config)
-            _forward(model, [first], 0, group.prefix, cache)
-            shared = (identity, cache)
-        cache = _fork(shared[1], len(group.members)) if group.prefix else DynamicCache(config=model.config)
-        batch_examples = [examples[index] for index in group.members]
-        for index, answer in zip(
-            group.members, _decode(model, batch_examples, group.prefix, cache, max_new_tokens, end_tokens), strict=True
-        ):
+    for answer, indices in zip(walk.answers, same.values(), strict=True):
+        for index in indices:
             answers[index] = answer
-    return answers
+    return answers, counts
 
 
-def _decode(
-    model: PreTrainedModel,
-    examples: Sequence[Example],
-    prefix: int,
-    cache: DynamicCache,
-    max_new_tokens: int,
-    end_tokens: Sequence[int],
-) -> list[list[int]]:
-    length = examples[0].prompt_length
-    logits = _forward(model, examples, prefix, length, cache)
-    device = logits.device
-    ends = torch.tensor(list(end_tokens), device=device)
-    position = torch.tensor([int(e.position_ids[:, :length].max()) + 1 for e in examples], device=device)
-    done = torch.zeros(len(examples), dtype=torch.bool, device=device)
-    chosen: list[Tensor] = []
-    live: list[Tensor] = []
-    for step in range(max_new_tokens):
-        token = logits.argmax(-1)
-        chosen.append(token)
-        live.append(~done)
-        done |= torch.isin(token, ends)
-        if bool(done.all()) or step + 1 == max_new_tokens:
-            break
-        ids = (position + step)[:, None]
-        logits = model(
-            input_ids=token[:, None],
-            position_ids=ids.expand(3, -1, -1) if examples[0].position_ids.shape[0] == 3 else ids,
-            cache=cache,
-            use_cache=True,
-        ).logits[:, -1]
-    tokens, kept = torch.stack(chosen, 1).tolist(), torch.stack(live, 1).tolist()
-    return [[t for t, keep in zip(row, rows, strict=True) if keep] for row, rows in zip(tokens, kept, strict=True)]
+class _Walk:
+    """The way through the forest of `prompts`, no two of which are equal; `answers` fills on it."""
 
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Example],
+        max_new_tokens: int,
+        end_tokens: Sequence[int],
+        cache_tokens: int,
+        counts: Counts,
+    ) -> None:
+        self.model, self.prompts, self.max_new_tokens = model, prompts, max_new_tokens
+        self.ends = torch.tensor(list(end_tokens), device=model.device)
+        self.cache_tokens, self.counts = cache_tokens, counts
+        self.answers: list[list[int]] = [[] for _ in prompts]
 
-def _forward(model: PreTrainedModel, examples: Sequence[Example], start: int, end: int, cache: DynamicCache) -> Tensor:
-    """Run tokens [start, end) of every example behind `cache`, which grows by them; logits [B, V] of the last one."""
-    device = model.device
-    ids = torch.from_numpy(np.stack([example.ids[start:end] for example in examples])).to(device)
-    position_ids = torch.from_numpy(np.stack([example.position_ids[:, start:end] for example in examples], 1))
-    inputs: dict[str, Any] = {
-        "input_ids": ids,
-        "position_ids": (position_ids if len(position_ids) == 3 else position_ids[0]).to(device),
-    }
-    images = [image for example in examples for image in _images(example, start, end)]
-    if images:
-        pixels = np.concatenate([image.load() for image in images])
-        inputs["pixel_values"] = torch.from_numpy(pixels).to(device)
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in images], device=device)
-    output = model(**inputs, cache=cache, use_cache=True, logits_to_keep=1)
-    logits: Tensor = output.logits[:, -1]
-    return logits
+    def all(self, min_shared: int) -> None:
+        """Answer every prompt."""
+        if not self.prompts:
+            return
+        forest = build_forest((prompt.keys[: prompt.prompt_length] for prompt in self.prompts), min_shared)
+        self.spans = list(zip(forest.start.tolist(), forest.end.tolist(), strict=True))
+        self.source = forest.source.tolist()
+        self.below: dict[int, list[int]] = defaultdict(list)
+        for node, parent in enumerate(forest.parent.tolist()):
+            self.below[parent].append(node)
+        self.ending = {node: prompt for prompt, node in enumerate(forest.last.tolist())}
+        # A stack of nodes, each with what makes its cache: a chain of turns may be deeper than Python's own.
+        stack: list[tuple[int, Callable[[], DynamicCache]]] = [(-1, self._empty)]
+        while stack:
+            node, take = stack.pop()
+            stack += self._visit(node, take())
+
+    def _empty(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)
+
+    def _visit(self, node: int, cache: DynamicCache) -> list[tuple[int, Callable[[], DynamicCache]]]:
+        """Run `node` behind `cache`, answer what ends with it or with a leaf below; the other nodes below."""
+        if node >= 0:
+            start, end = self.spans[node]
+            logits = self._forward([self.prompts[self.source[node]]], start, end, cache)
+            if node in self.ending:
+                answered = cache if node not in self.below else _fork(cache, 1)
+                self._decode([self.ending[node]], logits, answered)
+        inner = [child for child in self.below[node] if child in self.below]
+        leaves: dict[int, list[int]] = defaultdict(list)
+        for child in self.below[node]:
+            if child not in self.below:
+                leaves[self.spans[child][1]].append(child)
+        for end, alike in sorted(leaves.items()):
+            size = max(1, self.cache_tokens // (end + self.max_new_tokens))
+            for at in range(0, len(alike), size):
+                batch = [self.ending[child] for child in alike[at : at + size]]
+                branches = self._empty() if node < 0 else _fork(cache, len(batch))
+                start = self.spans[alike[0]][0]
+                logits = self._forward([self.prompts[prompt] for prompt in batch], start, end, branches)
+                self._decode(batch, logits, branches)
+        # The last to be visited may have the cache itself: nothing needs it any more.
+        take: list[Callable[[], DynamicCache]] = [lambda: _fork(cache, 1)] * len(inner)
+        if node < 0:
+            take = [self._empty] * len(inner)
+        elif inner:
+            take[0] = lambda: cache
+        return list(zip(inner, take, strict=True))
+
+    def _decode(self, batch: Sequence[int], logits: Tensor, cache: DynamicCache) -> None:
+        """Answer the prompts `batch`, all in `cache`; logits [B, V] of their last tokens."""
+        examples = [self.prompts[prompt] for prompt in batch]
+        length = examples[0].prompt_length
+        position = torch.tensor([int(e.position_ids[:, :length].max()) + 1 for e in examples], device=logits.device)
+        done = torch.zeros(len(examples), dtype=torch.bool, device=logits.device)
+        chosen: list[Tensor] = []
+        live: list[Tensor] = []
+        for step in range(self.max_new_tokens):
+            token = logits.argmax(-1)
+            chosen.append(token)
+            live.append(~done)
+            done |= torch.isin(token, self.ends)
+            if bool(done.all()) or step + 1 == self.max_new_tokens:
+                break
+            ids = (position + step)[:, None]
+            logits = self.model(
+                input_ids=token[:, None],
+                position_ids=ids.expand(3, -1, -1) if examples[0].position_ids.shape[0] == 3 else ids,
+                cache=cache,
+                use_cache=True,
+            ).logits[:, -1]
+        tokens, kept = torch.stack(chosen, 1).tolist(), torch.stack(live, 1).tolist()
+        for prompt, row, rows in zip(batch, tokens, kept, strict=True):
+            self.answers[prompt] = [token for token, keep in zip(row, rows, strict=True) if keep]
+            self.counts.answers += len(self.answers[prompt])
+
+    def _forward(self, examples: Sequence[Example], start: int, end: int, cache: DynamicCache) -> Tensor:
+        """Run tokens [start, end) of every example behind `cache`, which grows; logits [B, V] of the last one."""
+        device = self.model.device
+        self.counts.prompt += len(examples) * (end - start)
+        ids = torch.from_numpy(np.stack([example.ids[start:end] for example in examples])).to(device)
+        position_ids = torch.from_numpy(np.stack([example.position_ids[:, start:end] for example in examples], 1))
+        inputs: dict[str, Any] = {
+            "input_ids": ids,
+            "position_ids": (position_ids if len(position_ids) == 3 else position_ids[0]).to(device),
+        }
+        images = [image for example in examples for image in _images(example, start, end)]
+        if images:
+            pixels = np.concatenate([image.load() for image in images])
+            inputs["pixel_values"] = torch.from_numpy(pixels).to(device)
+            inputs["image_grid_thw"] = torch.tensor([image.grid for image in images], device=device)
+        output = self.model(**inputs, cache=cache, use_cache=True, logits_to_keep=1)
+        logits: Tensor = output.logits[:, -1]
+        return logits
 
 
 def _images(example: Example, start: int, end: int) -> Iterator[Any]:

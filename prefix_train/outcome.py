@@ -1,7 +1,8 @@
 """What a finished run says of itself: held-out quality, its check of itself, what it gives away, `result.json`.
 
-One process does this after the process group is gone, on a model that it loads anew: whatever was patched, sharded or
-recomputed in training plays no part in how the result is judged.
+It is judged on a model that is loaded anew: whatever was patched, sharded or recomputed in training plays no part in
+how. All ranks answer held-out prompts, each with a model of its own; the rest one process does after the process group
+is gone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from torch import Tensor, nn
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from configs import runfolder
+from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, precision, verify
 from prefix_train import model as models
+from prefix_train.dist import Ranks
+from prefix_train.evaluate import Scored
 from prefix_train.heldout import Heldout
+from prefix_train.metrics import Metric
 from prefix_train.plan import plan_heldout
 from prefix_train.render import Example
 from prefix_train.tensors import check_names
@@ -35,11 +40,11 @@ class BadOutcome(RuntimeError):
 
 @dataclass(frozen=True)
 class Closing:
-    """What training leaves behind. trained: every trained tensor by name, full, on the CPU.
+    """What training leaves behind. trained: every trained tensor by name, full, on the CPU, where a rank needs them.
 
-    hash_before: of the same tensors before the first update. losses: of the held-out examples, by index. covered,
-    waiting: how many trained tensors have had a gradient in this life, names of those that have not. skipped: one line
-    for each example that was left out. totals: the reporter's.
+    hash_before: of the same tensors before the first update. losses: of the held-out examples, by index. metrics: of
+    the answers. covered, waiting: how many trained tensors have had a gradient in this life, names of those that have
+    not. skipped: one line for each example that was left out. totals: the reporter's.
     """
 
     trained: dict[str, Tensor]
@@ -47,18 +52,47 @@ class Closing:
     ranks: int
     heldout: Heldout | None
     losses: dict[int, float]
+    metrics: list[Metric]
     covered: int
     waiting: list[str]
     skipped: list[str]
     totals: dict[str, Any]
 
 
-def write(run: Path, config: Config, closing: Closing, device: torch.device) -> dict[str, Any]:
-    """Judge the trained model, export it, write `result.json`; its content.
+@dataclass(frozen=True)
+class Restored:
+    """The trained model as transformers computes it, and its answers; none where none were asked for."""
 
-    Raises BadOutcome, after writing, where the model is not what packs were computed with or nothing was trained.
+    model: nn.Module
+    processor: Any
+    scored: Scored | None
+
+
+def answers_wanted(config: Config) -> bool:
+    """Whether a run's end generates answers, for which every rank needs the trained tensors."""
+    return config.data.heldout is not None and config.evaluate.generate
+
+
+def restored(config: Config, closing: Closing, ranks: Ranks) -> Restored | None:
+    """The model of `restore` and its answers, which all ranks share; none where no answers are wanted.
+
+    Every rank calls it. Raises UserError on every rank where one cannot load the model or read an example.
     """
-    model, processor = restore(config, closing.trained, device, whole=config.engine == "sharded")
+    if closing.heldout is None or not answers_wanted(config):
+        return None
+    model, processor = ranks.together(lambda: restore(config, closing.trained, ranks.device))
+    return Restored(model, processor, answered(model, processor, closing.heldout, config, closing.metrics, ranks))
+
+
+def write(run: Path, config: Config, closing: Closing, ready: Restored | None, device: torch.device) -> dict[str, Any]:
+    """Judge the trained model, export it, write its predictions and `result.json`; its content.
+
+    Raises, after writing, BadOutcome where the model is not what packs were computed with or nothing was trained, and
+    UserError where a user's metric failed.
+    """
+    if ready is None:
+        ready = Restored(*restore(config, closing.trained, device, whole=config.engine == "sharded"), None)
+    model, processor = ready.model, ready.processor
     folder = run / (runfolder.ADAPTER if config.train.trainable == "adapter" else runfolder.WEIGHTS)
     exported = export.export(model, processor, closing.trained, folder, run)
     result: dict[str, Any] = {
@@ -79,7 +113,11 @@ def write(run: Path, config: Config, closing: Closing, device: torch.device) -> 
     }
     if closing.heldout is not None:
         result |= {"heldout_examples": len(closing.losses), "heldout_loss": fmean(closing.losses.values())}
-        result |= answered(model, processor, closing.heldout, config)
+        if ready.scored is not None:
+            result |= evaluate.figures(ready.scored) | {"chance": config.evaluate.chance}
+            place = run / runfolder.EVALUATIONS / f"update-{closing.totals['updates']:06d}"
+            summary = {"update": closing.totals["updates"], "data": str(closing.heldout.path), **_judged(result)}
+            result["predictions"] = str(evaluate.write(place, ready.scored, closing.losses, summary, run))
         if config.verify.examples:
             result["verify"] = check(model, closing.heldout.examples[: config.verify.examples], config)
     runfolder.write_json(run / runfolder.RESULT, result, run=run)
@@ -90,7 +128,15 @@ def write(run: Path, config: Config, closing: Closing, device: torch.device) -> 
             f"packs differ from standalone examples in {', '.join(result['verify']['failed'])}; "
             f"see verify in {run / runfolder.RESULT}"
         )
+    if ready.scored is not None and ready.scored.mistake is not None:
+        raise UserError(ready.scored.mistake)
     return result
+
+
+def _judged(result: dict[str, Any]) -> dict[str, Any]:
+    """What a result says of held-out quality."""
+    named = ("heldout_examples", "heldout_loss", "metrics", "generated", "chance", "mistake")
+    return {name: result[name] for name in named if name in result}
 
 
 def kernels(config: Config, device: torch.device) -> dict[str, str]:
@@ -109,10 +155,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     said = []
     if "heldout_loss" in result:
         said.append(f"held-out loss {result['heldout_loss']:.4f} over {result['heldout_examples']} examples")
-    if "accuracy" in result:
-        chance = "" if result["chance"] is None else f"; chance is {result['chance']:.0%}"
-        fields = ", ".join(f"{name} {share:.1%}" for name, share in result["fields"].items())
-        said.append(f"answered exactly {result['accuracy']:.1%}{chance}" + (f" (by field: {fields})" if fields else ""))
+    said += evaluate.lines(result)
     if "verify" in result:
         found = result["verify"]
         differences = found["differences"]
@@ -142,21 +185,13 @@ def restore(
     return adapted.to(device) if whole else adapted, processor
 
 
-def answered(model: nn.Module, processor: Any, heldout: Heldout, config: Config) -> dict[str, Any]:
-    """The answers that the model of `restore` generates against those expected; nothing without `evaluate.generate`."""
-    if not config.evaluate.generate:
-        return {}
+def answered(
+    model: nn.Module, processor: Any, heldout: Heldout, config: Config, metrics: Sequence[Metric], ranks: Ranks
+) -> Scored:
+    """The answers that the model of `restore` generates, scored. Every rank calls it."""
     tokenizer = getattr(processor, "tokenizer", processor)
     with torch.no_grad(), precision.Copies(model, models.DTYPES[config.model.dtype]):
-        answers = evaluate.answers(
-            anatomy.find(model).base,
-            tokenizer,
-            heldout.examples,
-            config.evaluate.max_new_tokens,
-            config.pack.min_shared,
-        )
-    measured = evaluate.accuracy(answers)
-    return {"accuracy": measured["exact"], "chance": config.evaluate.chance, "fields": measured["fields"]}
+        return heldout.answers(anatomy.find(model).base, tokenizer, config, metrics, ranks)
 
 
 def check(model: nn.Module, examples: Sequence[Example], config: Config) -> dict[str, Any]:

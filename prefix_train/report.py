@@ -7,7 +7,6 @@ run.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +27,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from configs import runfolder
 from configs.errors import UserError
+from configs.schema import Config
+from prefix_train.trackers import CLOSE_S, HASTE_S, Trackers
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class MetricsFile:
 class Reporter:
     """Tells about one life of a run. `resumed`: updates of the checkpoint that it goes on from.
 
-    trackers: Accelerate's names. Raises UserError, on every rank, for those that `check_trackers` refuses.
+    config: of the run, which names its trackers; none: there are none. Raises UserError, on rank 0, where one of them
+    cannot be started before the run's first update.
     stream: where progress goes; a bar (rich) if it is a terminal, else a line every `every_s` seconds.
     """
 
@@ -169,22 +171,25 @@ class Reporter:
         rank: int,
         total: int,
         resumed: int = 0,
-        trackers: Sequence[str] = (),
-        options: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         stream: TextIO | None = None,
         every_s: float = 10.0,
     ) -> None:
         self.run, self.rank = run, rank
-        check_trackers(trackers)
         if rank != 0:
             return
-        self._trackers = start_trackers(trackers, run, options or {})
         self._metrics = MetricsFile(run, resumed)
         # Imported by the rank that writes: the import alone costs others memory and a third of a second.
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(run / runfolder.TENSORBOARD), purge_step=resumed + 1 if resumed else None)
         self._progress = _progress(stream or sys.stderr, total, resumed, every_s)
+        goes_on = resumed > 0 or runfolder.process_attempt() > 0
+        try:
+            self._trackers = None if config is None else Trackers(run, config, goes_on, self.say)
+        except UserError:
+            self._progress.close()
+            raise
 
     def updated(self, done: Update) -> None:
         """Report a finished update."""
@@ -205,13 +210,13 @@ class Reporter:
         if self.rank == 0:
             self._progress.say(text)
 
-    def close(self) -> None:
-        """Finish the progress display, the files and the trackers."""
+    def close(self, haste: bool = False) -> None:
+        """Finish the trackers, the files and the progress display. haste: do not wait for trackers."""
         if self.rank == 0:
-            self._progress.close()
+            if self._trackers is not None:
+                self._trackers.close(HASTE_S if haste else CLOSE_S)
             self._board.close()
-            for tracker in self._trackers:
-                tracker.finish()
+            self._progress.close()
 
     def finish(self) -> dict[str, Any]:
         """Say what the run did, all lives together, and where to look; the totals (empty on other ranks)."""
@@ -220,21 +225,22 @@ class Reporter:
         done = totals(self.run)
         for text in final_lines(self.run, done):
             self.say(text)
-        return done
+        trackers = self._trackers.close() if self._trackers is not None else {}
+        return done | ({"trackers": trackers} if trackers else {})
 
     def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        self.close(haste=kind is not None)
 
     def _record(self, update: int, line: Mapping[str, float]) -> None:
         self._metrics.append(line)
         values = {name: value for name, value in line.items() if name != "update"}
         for name, value in values.items():
             self._board.add_scalar(name, value, update)
-        for tracker in self._trackers:
-            tracker.log(values, step=update)
+        if self._trackers is not None:
+            self._trackers.log(values, update)
 
 
 def final_lines(run: Path, done: Mapping[str, Any]) -> list[str]:
@@ -248,46 +254,6 @@ def final_lines(run: Path, done: Mapping[str, Any]) -> list[str]:
         f"({times:.1f} times), {done['positions'] / done['seconds']:,.0f} positions/s",
         f"metrics: {run / runfolder.METRICS}; curves: {shlex.join(['tensorboard', '--logdir', str(curves)])}",
     ]
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a name that Accelerate does not know, and for one whose package is not installed."""
-    if not names:
-        return
-    from accelerate import tracking
-
-    known = tracking.LOGGER_TYPE_TO_CLASS
-    available = {str(name) for name in tracking.get_available_trackers()}
-    builtin = {name for name, kind in known.items() if kind.__module__ == tracking.__name__}
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"trackers: {name!r} is unknown; {hint}Accelerate knows {', '.join(sorted(known))}")
-        if name in builtin and name not in available:
-            raise UserError(f"trackers: the package of {name} is not installed; install it or leave {name} out")
-
-
-def start_trackers(names: Sequence[str], run: Path, options: Mapping[str, Any]) -> list[Any]:
-    """Accelerate's trackers of these names, told the run's `options`; TensorBoard's files are written anyway."""
-    wanted = [name for name in dict.fromkeys(names) if name != "tensorboard"]
-    if not wanted:
-        return []
-    from accelerate import PartialState, tracking
-
-    # The trackers' log lines need Accelerate's state, whose construction may change the number of threads.
-    threads = torch.get_num_threads()
-    PartialState(cpu=True)
-    torch.set_num_threads(threads)
-    started = []
-    for name in wanted:
-        kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-        folder = (run / runfolder.LOGS / name,) if kind.requires_logging_directory else ()
-        tracker = kind(run.name, *folder)
-        tracker.start()
-        tracker.store_init_configuration(_flat(options))
-        started.append(tracker)
-    return started
 
 
 class _Lines:
@@ -322,7 +288,7 @@ class _Bar:
         self.bar.start()
 
     def updated(self, line: Mapping[str, float]) -> None:
-        text = f"loss {line['loss']:.4f} {line['logical_tokens_per_s']:,.0f} logical tokens/s"
+        text = f"loss {line['loss']:.4f} {line['logical_tokens_per_s']:,.0f} logical tokens/s{_streamed(line)}"
         self.bar.update(self.task, completed=int(line["update"]), text=text)
 
     def say(self, text: str) -> None:
@@ -340,8 +306,16 @@ def _summary(line: Mapping[str, float]) -> str:
     return (
         f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  grad {line['grad_norm']:.3g}  "
         f"{line['positions_per_s']:,.0f} positions/s  {line['logical_tokens_per_s']:,.0f} logical tokens/s  "
-        f"{line['memory_bytes'] / 2**30:.2f} GiB"
+        f"{line['memory_bytes'] / 2**30:.2f} GiB{_streamed(line)}"
     )
+
+
+def _streamed(line: Mapping[str, float]) -> str:
+    """What passed through where weights do, and the share of the least time in the update's; nothing elsewhere."""
+    if "stream_blocks" not in line:
+        return ""
+    share = f", {line['stream_share']:.0%} of the bound" if "stream_share" in line else ""
+    return f"  {line['stream_blocks']:.0f} blocks read, {line['stream_gb_s']:.1f} GB/s{share}"
 
 
 def _clock(seconds: float) -> str:
@@ -350,14 +324,3 @@ def _clock(seconds: float) -> str:
 
 def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Options by dotted name, as scalars or text: what every tracker takes."""
-    flat: dict[str, Any] = {}
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat

@@ -1,23 +1,63 @@
-"""A run folder looked at again, after the run: verify, evaluate, export. One process, from the newest checkpoint."""
+"""A run folder looked at again, after the run: verify, evaluate, export. From a checkpoint, anew."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
+import re
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from configs import compose, runfolder
+from configs import compose, metric_names, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, checkpoint, engines, export, outcome
+from prefix_train import anatomy, checkpoint, dist, engines, export, metrics, outcome
+from prefix_train import evaluate as evaluation
 from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.heldout import Heldout
 from prefix_train.render import Renderer
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What `prefix-train evaluate` was asked for. update: of the checkpoint, none: the newest. base: no checkpoint, but
+    the model as it was before the first update. data: another file than the run's own. changes: `evaluate.key=value`.
+    """
+
+    update: int | None = None
+    base: bool = False
+    data: Path | None = None
+    changes: tuple[str, ...] = ()
+
+    def config(self, own: Config) -> Config:
+        """The run's `own` configuration with what was asked for. Raises UserError."""
+        if self.base and self.update is not None:
+            raise UserError(f"--base is the model before the first update: leave out --checkpoint {self.update}")
+        for change in self.changes:
+            if not change.startswith("evaluate."):
+                raise UserError(f"{change}: the options of a run are frozen, all but evaluate.*; leave it out")
+        found = compose.with_changes(own, self.changes)
+        given = tuple(metric_names.absolute(name, Path.cwd()) for name in found.evaluate.metrics)
+        found = dataclasses.replace(found, evaluate=dataclasses.replace(found.evaluate, metrics=list(given)))
+        if self.data is not None:
+            path = os.path.abspath(self.data)
+            found = dataclasses.replace(found, data=dataclasses.replace(found.data, heldout=path))
+        return found
+
+    def name(self, checkpoint_folder: Path | None) -> str:
+        """Of the folder of what is found: the same for the same checkpoint and data."""
+        name = checkpoint_folder.name if checkpoint_folder is not None else "base"
+        if self.data is None:
+            return name
+        slug = re.sub(r"[^\w.-]+", "_", self.data.stem)[:48]
+        return f"{name}-{slug}-{hashlib.sha256(os.path.abspath(self.data).encode()).hexdigest()[:6]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +73,20 @@ class Review:
     @classmethod
     def of(cls, run: Path) -> Review:
         """Load the newest checkpoint of `run`. Raises UserError where there is none."""
-        config = compose.from_run(run)
-        folder = checkpoint.latest(run)
-        if folder is None:
-            raise UserError(f"{run} has no checkpoint yet: nothing has been trained that could be looked at")
+        config, device = compose.from_run(run), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return cls.at(config, find_checkpoint(run, None), Ranks(0, 1, device, None))
+
+    @classmethod
+    def at(cls, config: Config, folder: Path | None, ranks: Ranks) -> Review:
+        """Load the checkpoint in `folder`; none: the model as it was before the first update."""
         torch.set_num_threads(config.train.threads)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        skeleton, _ = engines.load(config)
-        trained = export.from_checkpoint(folder, models.adapt(skeleton, config))
-        model, processor = outcome.restore(config, trained, device)
-        return cls(config, trained, model, processor, Ranks(0, 1, device, None))
+        skeleton, processor = engines.load(config, whole=folder is None)
+        adapted = models.adapt(skeleton, config)
+        if folder is None:
+            return cls(config, {}, adapted.to(ranks.device), processor, ranks)
+        trained = export.from_checkpoint(folder, adapted)
+        model, processor = outcome.restore(config, trained, ranks.device)
+        return cls(config, trained, model, processor, ranks)
 
     def heldout(self, config: Config) -> Heldout:
         """The held-out examples of `config`. Raises UserError where it names none."""
@@ -60,19 +104,62 @@ def verify(run: Path, examples: int) -> dict[str, Any]:
     return outcome.check(review.model, heldout.examples[:examples], review.config)
 
 
-def evaluate(run: Path, data: Path | None) -> dict[str, Any]:
-    """Held-out loss through packs and accuracy by generating. data: another file than the run's own."""
-    review = Review.of(run)
-    config = review.config
-    if data is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, heldout=str(data)))
-    heldout = review.heldout(config)
-    answered = outcome.answered(review.model, review.processor, heldout, config)
+def find_checkpoint(run: Path, update: int | None) -> Path:
+    """The folder of the checkpoint of `update`, or the newest, verified. Raises UserError where there is none."""
+    found = {int(folder.name.removeprefix("update-")): folder for folder in checkpoint.complete(run)}
+    if not found:
+        raise UserError(f"{run} has no checkpoint yet: nothing has been trained that could be looked at")
+    if update is not None and update not in found:
+        raise UserError(f"{run} has no checkpoint of update {update}; it has those of {', '.join(map(str, found))}")
+    return found[max(found) if update is None else update]
+
+
+def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
+    """Held-out loss through packs, answers and their metrics; what was found, which is written into the run folder.
+
+    Under torchrun or srun the ranks share the work, and all get the same. Raises UserError, after writing, where a
+    user's metric failed.
+    """
+    own = compose.from_run(run)
+    config = asked.config(own)
+    folder = None if asked.base else find_checkpoint(run, asked.update)
+    place = run / runfolder.EVALUATIONS / asked.name(folder)
+    with dist.joined(config.watch.collective_timeout_s) as ranks:
+        first = ranks.rank == 0
+        files = place if config.evaluate.metrics != own.evaluate.metrics else run / runfolder.METRIC_FILES
+        if files == place:
+            ranks.together(lambda: metrics.freeze(place, config.evaluate.metrics) if first else None)
+        review = Review.at(config, folder, ranks)
+        heldout = review.heldout(config)
+        wanted = heldout.metrics(files, config, ranks)
+        scored = None
+        if config.evaluate.generate:
+            scored = outcome.answered(review.model, review.processor, heldout, config, wanted, ranks)
+        losses = _losses(review, heldout, config)
+    found: dict[str, Any] = {
+        "evaluation": place.name,
+        "update": int(folder.name.removeprefix("update-")) if folder is not None else 0,
+        "base": asked.base,
+        "data": str(heldout.path),
+        "heldout_examples": len(losses),
+        "heldout_loss": fmean(losses.values()),
+    }
+    if scored is not None:
+        found |= evaluation.figures(scored) | {"chance": config.evaluate.chance}
+        found["predictions"] = str(place / evaluation.PREDICTIONS)
+    if first:
+        evaluation.write(place, scored, losses, found, run)
+    if scored is not None and scored.mistake is not None:
+        raise UserError(scored.mistake)
+    return found
+
+
+def _losses(review: Review, heldout: Heldout, config: Config) -> dict[int, float]:
+    """Through packs; the review's model is patched from here on."""
     models.make_ready(review.model, config)
     train, dtype = config.train, models.DTYPES[config.model.dtype]
     root = models.Root(review.model, dtype, train.loss_chunk_rows, heldout.images, train.loss_chunk_words)
-    losses = heldout.losses(root, review.ranks)
-    return answered | {"heldout_examples": len(losses), "heldout_loss": sum(losses.values()) / len(losses)}
+    return heldout.losses(root, review.ranks)
 
 
 def export_run(run: Path, folder: Path | None) -> dict[str, Any]:

@@ -5,10 +5,10 @@ The order of what happens is here; each thing that happens has its own file.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
@@ -48,18 +48,24 @@ def main(run: Path) -> int:
     with dist.joined(config.watch.collective_timeout_s) as ranks, Recorder(run, rank, lambda: beat.standing):
         if ranks.device.type == "cuda":
             ready_kernels(config, ranks, beat)
-        life = Life(run, config, ranks, beat)
-        with life.reporter:
-            finished = life.train(stop)
-            closing = life.close() if finished else None
-    if closing is None:
-        return runfolder.STOPPED
-    if rank == 0:
+        closing = live(run, config, ranks, beat, stop)
+        if closing is None:
+            return runfolder.STOPPED
         beat.phase("evaluate")
-        for line in outcome.lines(outcome.write(run, config, closing, ranks.device)):
+        gc.collect()  # what trained is no longer needed, and the memory is
+        ready = outcome.restored(config, closing, ranks)
+    if rank == 0:
+        for line in outcome.lines(outcome.write(run, config, closing, ready, ranks.device)):
             print(line, flush=True)
     beat.phase("done")
     return 0
+
+
+def live(run: Path, config: Config, ranks: dist.Ranks, beat: Heartbeat, stop: StopRequest) -> outcome.Closing | None:
+    """One life of the run on this rank; what it leaves when training is complete, none where it was asked to stop."""
+    life = Life(run, config, ranks, beat)
+    with life.reporter:
+        return life.close() if life.train(stop) else None
 
 
 def ready_kernels(config: Config, ranks: dist.Ranks, beat: Heartbeat) -> None:
@@ -95,6 +101,7 @@ class Life:
         examples = load_agreed(Path(config.data.train), renderer, config, ranks)
         self.feed = Feed(config, examples, ranks)
         self.heldout = Heldout.load(config, renderer, ranks)
+        self.metrics = self.heldout.metrics(run / runfolder.METRIC_FILES, config, ranks) if self.heldout else []
         self.skipped = [*examples.skipped, *(self.heldout.skipped if self.heldout else [])]
         images = self.feed.images or bool(self.heldout and self.heldout.images)
         self.model = ranks.together(lambda: engines.prepare(model, config))
@@ -156,11 +163,12 @@ class Life:
         if self.heldout and not self.heldout_losses:
             self.heldout_losses = self.heldout.losses(self.root, self.ranks)
         return outcome.Closing(
-            full_tensors(self.parameters, keep=self.ranks.rank == 0),
+            full_tensors(self.parameters, keep=self.ranks.rank == 0 or outcome.answers_wanted(self.config)),
             self.hash_before,
             self.ranks.world,
             self.heldout,
             self.heldout_losses,
+            self.metrics,
             self.stepper.coverage.covered,
             self.stepper.coverage.waiting,
             self.skipped,
@@ -187,13 +195,8 @@ class Life:
             # Under other options the epoch may have fewer updates than were done of it: then it is over.
             goes_on = found.done < len(plan.updates)
             cursor = Cursor(found.update, found.epoch + (not goes_on), found.done if goes_on else 0)
-        self.reporter = Reporter(
-            self.run,
-            self.ranks.rank,
-            self.feed.plan.total,
-            cursor.number,
-            self.config.trackers,
-            asdict(self.config),
+        self.reporter = self.ranks.together(
+            lambda: Reporter(self.run, self.ranks.rank, self.feed.plan.total, cursor.number, self.config)
         )
         self.reporter.say(line or begins(self.feed.plan))
         if self.offload is not None:

@@ -27,12 +27,12 @@ from typing import Annotated, Any
 
 import typer
 
-from configs import compose, modelpath, runfolder
+from configs import compose, metric_names, modelpath, runfolder, tracker_names
 from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import heartbeat
+from prefix_train import heartbeat, metrics
 from preflight.names import check_allowed
 from slurm import acts, finish, freeze, planned, records, sbatch, scheduler, standing, sweep
 from slurm.scheduler import NoAnswer
@@ -72,8 +72,12 @@ def resolve(config: Config, folder: Path) -> Config:
     for key, path in needed.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{key}: {path} does not exist; write {key}=PATH")
+    own = [metric_names.absolute(name, folder) for name in config.evaluate.metrics]
+    metrics.check(own)
+    tracker_names.require(config.report.trackers)
+    evaluate = dataclasses.replace(config.evaluate, metrics=own)
     run_root = absolute(config.run_root) or ""
-    return dataclasses.replace(config, data=data, model=model, run_root=run_root)
+    return dataclasses.replace(config, data=data, model=model, evaluate=evaluate, run_root=run_root)
 
 
 def name_run(config: Config) -> Path:
@@ -114,6 +118,7 @@ def make_run(config: Config, run: Path) -> None:
         (run / name).mkdir()
     runfolder.write_text(run / runfolder.CONFIG, compose.to_yaml(config))
     freeze.freeze(run)
+    metrics.freeze(run / runfolder.METRIC_FILES, config.evaluate.metrics)
     runfolder.write_text(run / runfolder.SUBMIT_SCRIPT, start_script(config, run))
 
 

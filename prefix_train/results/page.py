@@ -9,7 +9,7 @@ from pathlib import Path
 from configs import runfolder
 from configs.errors import UserError
 from prefix_train.budget import GIB
-from prefix_train.results import charts, document, lives, tables
+from prefix_train.results import charts, document, lives, scores, tables
 from prefix_train.results import run as runs_module
 from prefix_train.results.charts import Bar, Chart, Level, Mark, Series
 from prefix_train.results.lives import Span
@@ -23,6 +23,8 @@ OVER_UPDATES = (
     ("grad_norm", "Gradient norm, before clipping", "", True),
     ("positions_per_s", "Positions per second", "", False),
     ("logical_tokens_per_s", "Logical tokens per second", "", False),
+    ("stream_gb_s", "Weights that passed through, GB per second", "", False),
+    ("stream_share", "Share of the least time in an update's, where weights pass through", "", False),
 )
 """Figure of metrics.jsonl, title, unit, whether it may be logarithmic."""
 
@@ -130,6 +132,8 @@ def _part(run: Run, index: int) -> Part:
         tables.hangs(run),
         tables.endings(run),
         tables.packs(plan) if plan is not None else None,
+        scores.table(run.evaluations),
+        scores.sample(run.evaluations),
         tables.verify(result.verify) if result is not None and result.verify is not None else None,
         tables.problems(run.preflights[newest]) if newest is not None else None,
     ]

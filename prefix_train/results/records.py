@@ -115,6 +115,15 @@ class Tensors:
 
 
 @dataclass(frozen=True)
+class Tracker:
+    """What became of one experiment tracker: lines that it took, lines that it did not, and why."""
+
+    taken: int = 0
+    failed: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Result:
     """`result.json`, which only a complete run has."""
 
@@ -137,6 +146,7 @@ class Result:
     chance: float | None = None
     fields: Mapping[str, float] = field(default_factory=dict)
     verify: Verify | None = None
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

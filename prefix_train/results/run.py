@@ -13,7 +13,8 @@ from configs.schema import Config
 from prefix_train import budget, heartbeat, lengths
 from prefix_train.budget import GIB
 from prefix_train.heartbeat import Beat, End
-from prefix_train.results import lives
+from prefix_train.results import evaluations, lives
+from prefix_train.results.evaluations import Evaluation
 from prefix_train.results.lives import Hang, Span
 from prefix_train.results.records import Commit, Plan, Preflight, Reader, Result
 
@@ -47,6 +48,7 @@ class Run:
     beats: tuple[Beat, ...]
     ends: tuple[End, ...]
     limit: Limit | None
+    evaluations: tuple[Evaluation, ...]
     missing: tuple[str, ...]
 
     @property
@@ -94,6 +96,7 @@ def read(folder: Path, label: str) -> Run:
         beats=tuple(beats),
         ends=tuple(ends),
         limit=_limit(reader, config) if config is not None else None,
+        evaluations=evaluations.read(reader),
         missing=tuple(reader.missing),
     )
 

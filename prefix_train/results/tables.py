@@ -102,6 +102,7 @@ def _figures(run: Run) -> dict[str, tuple[str, str]]:
         "weights changed": (_changed(run), f"{said}, sha256 before and after"),
         "sums agree": (_agreement(run), f"{said} against {metrics}"),
         "computed by": (_kernels(run), said),
+        "trackers": (_trackers(run), f"{said}: lines that each took, of all lives"),
         "left-out examples": (_count(len(result.skipped)) if result else NONE, said),
         "ranks": (_count(run.config.ranks if run.config else None), "config.yaml"),
         "commit": (_commit(run), "code/COMMIT.json"),
@@ -334,6 +335,14 @@ def _agreement(run: Run) -> str:
 def _kernels(run: Run) -> str:
     found = run.result.kernels if run.result else {}
     return ", ".join(f"{name.replace('_', ' ')}: {kernel}" for name, kernel in found.items()) or NONE
+
+
+def _trackers(run: Run) -> str:
+    found = run.result.trackers if run.result else {}
+    return "; ".join(
+        f"{name}: {one.taken:,} lines" + (f", {one.failed:,} NOT ({redact(one.error)})" if one.failed else "")
+        for name, one in found.items()
+    ) or NONE  # fmt: skip
 
 
 def _commit(run: Run) -> str:

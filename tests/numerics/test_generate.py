@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from transformers import PreTrainedModel
 from prefix_train import digits, generate, tiny
 from prefix_train.data import Examples, load_examples
 from prefix_train.render import Example, Renderer
+from prefix_train.tree import build_forest
+from tests.tiny_text import BUILD as TEXT
 from tests.tiny_vision import BUILD
 
 NEW = 12
@@ -49,6 +53,49 @@ def plain(model: PreTrainedModel, example: Example, end: list[int]) -> list[int]
     return answer[0, length:].tolist()
 
 
+def positions(examples: Sequence[Example]) -> int:
+    """Tokens of the prompts' forest: each shared beginning once."""
+    return int(build_forest([example.keys[: example.prompt_length] for example in examples], 16).length.sum())
+
+
+def deep_rows(folder: Path) -> Path:
+    """Two instructions, two documents under each, three questions about each; a second turn; one prompt twice."""
+    rows = []
+    for instruction in range(2):
+        rule = f"Instruction {instruction}: " + f"read rule {instruction} and answer in one word. " * 6
+        for document in range(2):
+            text = f"Document {document}: " + f"the harbour of town {document} froze over. " * 5
+            long = "Where did all this happen, to whom, and who has seen it with eyes of their own, or heard of it?"
+            for question in (long, "When did it happen?", "How cold was it?"):
+                asked = [{"role": "system", "content": rule}, {"role": "user", "content": f"{text}{question}"}]
+                rows.append([*asked, {"role": "assistant", "content": "In town."}])
+    again = [*rows[0], {"role": "user", "content": "And then?"}, {"role": "assistant", "content": "It thawed."}]
+    rows += [again, [*rows[1][:-1], {"role": "assistant", "content": "Last winter."}]]
+    path = folder / "deep.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
+    return path
+
+
+def test_every_shared_beginning_of_a_deep_tree_is_computed_once(tmp_path: Path) -> None:
+    model = random_weights(tiny.build_model(TEXT, 0))
+    examples = load_examples(deep_rows(tmp_path), Renderer(tiny.build_processor(model.config), model.config), 4096)
+    forest = build_forest([example.keys[: example.prompt_length] for example in examples], 16)
+    assert max(len(forest.path(example)) for example in range(len(forest))) >= 3
+    assert len(set(forest.last.tolist())) == len(examples) - 1, "one prompt stands there twice"
+    assert set(forest.last.tolist()) & set(forest.parent.tolist()), "one prompt begins another"
+    expected = [plain(model, example, []) for example in examples]
+    for cache_tokens in (1, 1 << 18):
+        answers, counts = generate.greedy(model, examples, NEW, [], cache_tokens=cache_tokens)
+        assert answers == expected
+        assert counts.prompt == forest.length.sum() < counts.logical / 3
+        assert counts.answers == NEW * (len(examples) - 1)
+
+
+def test_no_prompt_no_answer() -> None:
+    model = random_weights(tiny.build_model(TEXT, 0))
+    assert generate.greedy(model, [], NEW, []) == ([], generate.Counts())
+
+
 def some_of_each(folder: Path, renderer: Renderer) -> Examples:
     found = load_examples(folder / "heldout.jsonl", renderer, 8192)
     by_length: dict[int, list[Example]] = {}
@@ -63,11 +110,12 @@ def test_images_in_prefix_and_item(folder: Path) -> None:
     renderer = Renderer(tiny.build_processor(model.config), model.config)
     examples = some_of_each(folder, renderer)
     assert any(len(example.images) > 1 for example in examples), "a prefix that contains an image"
-    groups = generate.group_prompts(examples, 16, 64)
-    assert all(group.prefix > 500 for group in groups)
     ends = [int(token) for token in plain(model, examples[0], [])[5:6]]
     expected = [plain(model, example, ends) for example in examples]
-    assert generate.greedy(model, examples, NEW, ends) == expected
+    answers, counts = generate.greedy(model, examples, NEW, ends)
+    assert answers == expected
+    assert counts.prompt == positions(examples) < counts.logical / 3
+    assert counts.logical == sum(example.prompt_length for example in examples)
     assert len({tuple(answer) for answer in expected}) > len(examples) // 2, "answers depend on the items"
     assert len(expected[0]) < NEW, "an end token ends an answer early"
 
@@ -75,7 +123,7 @@ def test_images_in_prefix_and_item(folder: Path) -> None:
 def test_without_the_prefix_the_answers_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_weights(tiny.build_model(BUILD, 0))
     examples = some_of_each(folder, Renderer(tiny.build_processor(model.config), model.config))
-    right = generate.greedy(model, examples, NEW, [])
+    right, _ = generate.greedy(model, examples, NEW, [])
     fork = generate._fork
 
     def forget_recurrent_state(cache: Any, copies: int) -> Any:
@@ -86,4 +134,4 @@ def test_without_the_prefix_the_answers_change(folder: Path, monkeypatch: pytest
         return forked
 
     monkeypatch.setattr(generate, "_fork", forget_recurrent_state)
-    assert generate.greedy(model, examples, NEW, []) != right
+    assert generate.greedy(model, examples, NEW, [])[0] != right

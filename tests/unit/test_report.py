@@ -1,4 +1,4 @@
-"""Metrics that survive a resume, progress in two forms, trackers by name."""
+"""Metrics that survive a resume, progress in two forms."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from accelerate import tracking
-from accelerate.tracking import GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs import runfolder
-from configs.errors import UserError
 from prefix_train import report
 
 DONE = report.Update(
@@ -189,60 +184,6 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "5/5" in last, "all of it fits 80 columns"
     assert "loss 0.2000 1,400 logical tokens/s" in last
     assert "0:00:00" in last
-
-
-class Noted(GeneralTracker):
-    """A tracker that keeps what it is told."""
-
-    name = "noted"
-    requires_logging_directory = True
-    calls: list[Any] = []  # noqa: RUF012
-
-    def __init__(self, run_name: str, folder: Path) -> None:
-        super().__init__()
-        self.calls.append((run_name, Path(folder).name))
-
-    @property
-    def tracker(self) -> None:
-        return None
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        tracking.logger.debug("needs Accelerate's state")
-        self.calls.append(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        self.calls.append((step, values["loss"]))
-
-    def finish(self) -> None:
-        self.calls.append("finish")
-
-
-@pytest.fixture
-def noted() -> Iterator[type[Noted]]:
-    tracking.register_tracker_class(Noted)
-    yield Noted
-    del tracking.LOGGER_TYPE_TO_CLASS["noted"]
-    Noted.calls.clear()
-
-
-def test_a_tracker_by_name(tmp_path: Path, noted: type[Noted]) -> None:
-    threads = torch.get_num_threads()
-    options = {"train": {"lr": 0.5, "updates": None}}
-    with reporter(tmp_path, trackers=["noted", "tensorboard", "noted"], options=options) as told:
-        told.updated(update(1))
-    configuration = {"train.lr": 0.5, "train.updates": "None"}
-    assert noted.calls == [(tmp_path.name, "noted"), configuration, (1, 1.0), "finish"]
-    assert torch.get_num_threads() == threads
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_unknown_and_missing_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    with pytest.raises(UserError, match="'wandbb' is unknown; did you mean wandb"):
-        report.Reporter(tmp_path, rank, 5, trackers=["wandbb"])
-    monkeypatch.setattr(tracking, "_available_trackers", [])
-    with pytest.raises(UserError, match="the package of wandb is not installed"):
-        report.Reporter(tmp_path, rank, 5, trackers=["wandb"])
-    assert not (tmp_path / runfolder.METRICS).exists()
 
 
 def test_memory_is_this_process_and_not_the_one_that_started_it() -> None:
