@@ -29,6 +29,7 @@ from prefix_train import budget, compiling, lengths, trial
 from prefix_train.deltanet import resolve_kernels
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.layer_bytes import mixer_bytes
+from prefix_train.stream import planner
 
 MODULES = ("fla.modules.causal_conv1d", "fla.modules.norm.l2norm", "fla.ops.gated_delta_rule")
 """What holds the kernels of `flash_linear`."""
@@ -226,13 +227,16 @@ def judge_launches(
 
 
 def leave_what_a_pack_leaves(config: Config, geometry: Geometry, device: torch.device) -> None:
-    """Limit this process to the device's memory less the largest pack's, but for the layer that runs here."""
+    """Limit this process to the device's memory (to the budget, if weights stream) less the largest pack's, but for the
+    layer that runs here."""
     planned = lengths.index_path(config).exists() if config.data.train else False
     shape = lengths.largest_pack(config, lengths.load(config)) if planned else None
-    found = budget.predict(config, shape)
+    plan = planner.make(config, shape) if config.engine == "stream" else None
+    found = budget.predict(config, shape) if plan is None else plan.budget
     layer = mixer_bytes(geometry, "linear_attention", found.shape, budget.ITEMSIZE[config.model.dtype])
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, 1 - (found.total("gpu") - layer) / total)), device)
+    left = (total if plan is None else plan.limit) - (found.total("gpu") - layer)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total)), device)
 
 
 def describe(found: dict[str, Any]) -> str:

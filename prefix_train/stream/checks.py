@@ -1,8 +1,8 @@
 """`prefix-train verify --engine stream`: independent checks of the streaming engine on a run's own store and data.
 
-Four ways compute the same examples with the same adapters: transformers' own model, each example alone, in float64
-where its classes let it; the resident engine; and the streaming engine with no, one and all blocks resident. All have
-the store's weights, so that what is due to 4 bits is not put down to streaming. Dropout is off.
+Four ways compute the same examples with the same adapters: transformers' own model, each example alone, in float64,
+also where its classes ask for float32; the resident engine; and the streaming engine with no, one and all blocks
+resident. All have the store's weights, so that what is due to 4 bits is not put down to streaming. Dropout is off.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from configs.schema import Config
 from prefix_train import anatomy, engines, gradients, step, verify
 from prefix_train import model as models
+from prefix_train.bench_gate import plain_torch
 from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.data import load_examples
 from prefix_train.dist import Ranks
@@ -92,7 +94,9 @@ class Subject:
         model, _ = engine.load(self.config.model, self.store, whole=True)
         adapted = models.adapt(model, self.config)
         draw_adapters(adapted)
-        return verify.standalone(adapted.to(self.device, torch.float64), self.examples)
+        adapted.to(self.device, torch.float64)
+        with plain_torch(anatomy.find(adapted).decoder), Wide():
+            return verify.standalone(adapted, self.examples)
 
     @property
     def images(self) -> bool:
@@ -104,6 +108,19 @@ class Subject:
         counts = [int(self.examples[member].target.sum()) for pack in self.packs for member in pack.members]
         weights = entry_weights("example", counts)
         return [collate(pack, self.examples, weights) for pack in self.packs]
+
+
+class Wide(TorchFunctionMode):
+    """Within it whatever is asked for in float32 comes in float64: norms, softmax, rotary angles, recurrences."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def draw_adapters(model: nn.Module) -> None:

@@ -19,10 +19,12 @@ from configs.modelpath import locate
 from configs.schema import Config, ModelConfig
 from prefix_train import model as models
 from prefix_train import offload, patch
+from prefix_train.budget import GIB
 from prefix_train.model import Out
-from prefix_train.stream import sources
+from prefix_train.stream import pace, planner, readings, sources
 from prefix_train.stream.frozen import Frozen, shared_memory
 from prefix_train.stream.head import Embedding, Head
+from prefix_train.stream.pace import Pace
 from prefix_train.stream.ring import Figures, Ring, Source, Unit
 from prefix_train.stream.schedule import resident_blocks
 from prefix_train.stream.store import Store
@@ -122,11 +124,18 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 class Streamed(models.Root):
     """A root that holds what is trained and little else. model: of `load`, prepared; it moves to `device`.
 
-    resident: how many blocks stay there.
+    resident: how many blocks stay there. limit: bytes that the driver may say of this process; None: not asked.
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, store: Store, device: torch.device, images: bool, resident: int
+        self,
+        model: nn.Module,
+        config: Config,
+        store: Store,
+        device: torch.device,
+        images: bool,
+        resident: int,
+        limit: int | None = None,
     ) -> None:
         train = config.train
         super().__init__(
@@ -137,9 +146,9 @@ class Streamed(models.Root):
         self.handle.by_layers = True
         self.norm: nn.Module = self.anatomy.decoder.norm
         self.lowest = _lowest_adapted(self.anatomy.layers)
-        shared = shared_memory(store.layers, self.dtype, device)
+        self._shared = shared_memory(store.layers, self.dtype, device)
         self._frozen = [
-            Frozen(layer, block, shared) for layer, block in zip(self.anatomy.layers, store.layers, strict=True)
+            Frozen(layer, block, self._shared) for layer, block in zip(self.anatomy.layers, store.layers, strict=True)
         ]
         self.anatomy.base.get_input_embeddings().forward = Embedding(store)
         _leave(self.anatomy.base.get_input_embeddings())
@@ -151,7 +160,9 @@ class Streamed(models.Root):
         self.head = Head(self.source, train.loss_chunk_words)
         layers, width = len(store.layers), self.anatomy.base.get_input_embeddings().embedding_dim
         self.offload = offload.make(config, layers, width, self.dtype, device, packs=self.at_once)
-        self._before = Figures(), Figures()
+        self.pace: Pace | None = None
+        self._limit, self._told = limit, dict[str, float]()
+        self._before, self._positions = (Figures(), Figures()), 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def forward(self, batch: Batch, draw: str | None = None) -> Out:
@@ -163,6 +174,7 @@ class Streamed(models.Root):
         for batch, draw in zip(batches, draws, strict=True):
             batch.layout.draw = draw
         going = Walk(self, batches, torch.is_grad_enabled())
+        self._positions += sum(batch.input_ids.numel() for batch in batches) if going.learning else 0
         if not going.learning:
             return going.up()
         outs: list[Out] = []
@@ -173,24 +185,64 @@ class Streamed(models.Root):
         """Of everything since this was last asked.
 
         stream_blocks: blocks that were read. stream_visits: with which was computed. stream_bytes: read of blocks and
-        head, stream_gb_s: per second of the update. stream_waited_s: in which computing waited for them.
+        head, stream_gb_s: per second of the update. stream_waited_s: in which the host waited for them. After
+        `measure_pace`, stream_bound_s: the least time (see `Pace`), stream_share: that over the update's.
+        stream_driver_bytes: of this process's memory on a GPU, by the driver, after the first update, which has used
+        all that later ones use. Raises UserError where that is more than the budget.
         """
         now = replace(self.ring.figures), replace(self.head.ring.figures)
         blocks, head = (figures.since(before) for figures, before in zip(now, self._before, strict=True))
         self._before = now
-        return {
+        nbytes, positions, self._positions = blocks.nbytes + head.nbytes, self._positions, 0
+        found: dict[str, float] = {
             "stream_blocks": blocks.reads,
             "stream_visits": blocks.visits,
-            "stream_bytes": blocks.nbytes + head.nbytes,
-            "stream_gb_s": (blocks.nbytes + head.nbytes) / seconds / 1e9,
+            "stream_bytes": nbytes,
+            "stream_gb_s": nbytes / seconds / 1e9,
             "stream_waited_s": blocks.waited_s + head.waited_s,
         }
+        if self.pace is not None:
+            least = self.pace.least_s(nbytes, positions)
+            found |= {"stream_bound_s": least, "stream_share": least / seconds}
+        if self._limit is not None and self.source.device.type == "cuda":
+            self._told = within(self._limit, self.source.device)
+            self._limit = None
+        return found | self._told
+
+    def measure_pace(self, positions: int) -> Pace:
+        """Measure what bounds an update, with products of as many rows as a pack of so many positions has."""
+        memory = (*self.ring.slots, *self.ring.stay)[0]
+        if self._shared.numel():
+            memory = self._shared.normal_(generator=torch.Generator(self._shared.device).manual_seed(0))
+        self.pace = pace.measure(self.ring, self.source.store, self.lowest, positions, memory)
+        self.metrics(1.0)
+        return self.pace
 
     @contextmanager
     def visit(self, index: int) -> Iterator[None]:
         """Block `index` is there to be computed with."""
         with self.ring.visit(index) as memory, self._frozen[index].within(memory):
             yield
+
+
+def within(limit: int, device: torch.device) -> dict[str, float]:
+    """What the driver says of this process's memory. UserError where that is more than `limit` bytes.
+
+    Where it does not tell one process from another nothing is said: the allocator's limit and the plan hold all the
+    same.
+    """
+    try:
+        nbytes = readings.of_process(device)
+    except readings.NoReading as error:
+        print(f"the driver does not say what this process uses: {error}", flush=True)
+        return {}
+    if nbytes > limit:
+        raise UserError(
+            f"stream.budget_gib is {limit / GIB:g}, and by the driver this process uses {nbytes / GIB:.2f} GiB of the "
+            f"GPU: what CUDA takes beside torch's allocator is more here than the {planner.CONTEXT / GIB:.2f} GiB of "
+            f"the plan; lower stream.budget_gib by {(nbytes - limit) / GIB:.2f}"
+        )
+    return {"stream_driver_bytes": nbytes}
 
 
 def _lowest_adapted(layers: Sequence[nn.Module]) -> int:

@@ -62,7 +62,7 @@ class Packed(Tensor):
     on_its_side: bool
     turned: Packed | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, matrix: Matrix, on_its_side: bool = False) -> Packed:

@@ -49,6 +49,20 @@ class Driver:
         return int(found[0][0]) << 20
 
 
+def of_process(device: torch.device) -> int:
+    """Bytes of this process by the driver's own list of processes, of the only one where ids are a container's.
+
+    Raises NoReading where there is no such list, or it has several others.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpu = visible[device.index or 0] if visible != [""] else str(device.index or 0)
+    used = {int(pid): mib for pid, mib in _ask("compute-apps=pid,used_memory", gpu) if mib.isdecimal()}
+    mine = used.get(os.getpid(), next(iter(used.values())) if len(used) == 1 else None)
+    if mine is None:
+        raise NoReading(f"{SMI} lists {len(used)} processes on GPU {gpu}, and not this one")
+    return int(mine) << 20
+
+
 class Peak:
     """Samples, while entered, how much of the device is not free. nbytes: the most, of all processes together."""
 

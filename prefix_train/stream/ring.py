@@ -168,6 +168,26 @@ class Ring:
             self._settle(source.bring(units[place], memory, self._now()))
 
     @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return self._source.device
+
+    @property
+    def slots(self) -> Sequence[Tensor]:
+        """uint8, the memory that units pass through."""
+        return self._slots
+
+    @property
+    def stay(self) -> Sequence[Tensor]:
+        """uint8, the memory of resident units."""
+        return list(self._resident.values())
+
+    @property
+    def passing(self) -> list[int]:
+        """Units that are not resident."""
+        return [place for place in range(len(self.units)) if place not in self._resident]
+
+    @property
     def held_bytes(self) -> int:
         """Device memory of slots and residents."""
         return sum(memory.nbytes for memory in (*self._slots, *self._resident.values()))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.integrations.gguf import (
+    GgufHeader,
+    get_gguf_conversion_mapping,
+    get_gguf_plan,
+    is_gguf_arch_supported,
+    load_gguf_state_dict,
+)
+from transformers.integrations.gguf.utils import add_gguf_load_ops
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from configs.errors import UserError
 from configs.modelpath import is_gguf, locate
 from configs.schema import ModelConfig
-from prefix_train import geometry, gguf_config, model, tiny
+from prefix_train import families, geometry, gguf_config, model, tiny
 from prefix_train.stream import places
 from prefix_train.stream.places import Parts, parts_of_weight
 from prefix_train.stream.store import Store
@@ -60,6 +68,7 @@ def open_source(config: ModelConfig) -> Source:
     if config.path is None:
         return of_model(tiny.build_model(config.build, config.seed, model.DTYPES[config.dtype]), identify(config))
     skeleton, path, files = model.skeleton(config), locate(config.path), _files(config)
+    families.refuse_streaming(skeleton.get_decoder())
     if (quantised := getattr(skeleton.config, "quantization_config", None)) is not None:
         kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise UserError(f"{path} is quantised already ({kind}); give the model in 16 or 32 bits")
@@ -146,18 +155,6 @@ def _safetensors(files: list[Path], skeleton: PreTrainedModel) -> Read:
             raise UserError(f"{path} cannot be read as safetensors: {error}") from error
         opened |= dict.fromkeys(file.keys(), (path, file))
 
-    transforms = get_model_conversion_mapping(skeleton)
-    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    state, prefix = skeleton.state_dict(), skeleton.base_model_prefix
-    wanted: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
-    for key in sorted(opened, key=dot_natural_key):
-        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if target not in state and key in state:
-            target, pattern = rename_source_key(key, [], [], prefix, state)
-        wanted[target].append((key, pattern))
-
     def get(key: str) -> Tensor:
         path, file = opened[key]
         try:
@@ -166,11 +163,29 @@ def _safetensors(files: list[Path], skeleton: PreTrainedModel) -> Read:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: {key} cannot be read: {error}") from error
 
+    return _converted(skeleton, opened, get, get_model_conversion_mapping(skeleton), files[0].parent)
+
+
+def _converted(
+    skeleton: PreTrainedModel, keys: Iterable[str], get: Read, transforms: Sequence[Any], where: Path
+) -> Read:
+    """Reads a parameter of what `get` gives for the tensors `keys`, by renamings and conversions of transformers."""
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, prefix = skeleton.state_dict(), skeleton.base_model_prefix
+    wanted: dict[str, list[tuple[str, str | None]]] = defaultdict(list)
+    for key in sorted(keys, key=dot_natural_key):
+        target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if target not in state and key in state:
+            target, pattern = rename_source_key(key, [], [], prefix, state)
+        wanted[target].append((key, pattern))
+
     def read(name: str) -> Tensor:
         (key, pattern), *others = wanted[name]
         if pattern is None:
             if others:
-                raise UserError(f"{files[0].parent}: {key} and {others[0][0]} are both {name}")
+                raise UserError(f"{where}: {key} and {others[0][0]} are both {name}")
             return get(key)
         converter = copy.deepcopy(converter_of[pattern])
         for source, source_pattern in wanted[name]:
@@ -179,23 +194,37 @@ def _safetensors(files: list[Path], skeleton: PreTrainedModel) -> Read:
         tensor: Tensor = made[0] if isinstance(made, list) else made  # as transformers' loader takes it
         return tensor
 
-    return _audited(skeleton, set(wanted), read, files[0].parent)
+    return _audited(skeleton, set(wanted), read, where)
 
 
 def _gguf(path: Path, skeleton: PreTrainedModel) -> Read:
     """Reads and dequantises one tensor of a GGUF file, as transformers does it for all of them at once."""
-    kind = gguf_config.read_config(path)["model_type"]
+    kind = gguf_config.architecture(path)
+    if is_gguf_arch_supported(kind):
+        header = GgufHeader.from_file(str(path))
+        mapping = get_gguf_conversion_mapping(kind, skeleton.config)
+        quantised, _, _ = get_gguf_plan(header, mapping)
+        transforms = add_gguf_load_ops(mapping, quantised, header, skeleton.dtype)
+        tensors = load_gguf_state_dict(header)
+        return _converted(skeleton, tensors, lambda key: tensors[key][...], transforms, path)
     file = gguf_config.reader()(path)
     from gguf import dequantize
 
     processor = TENSOR_PROCESSORS.get(kind, TensorProcessor)(config=skeleton.config.to_dict())
     names = get_gguf_hf_weights_map(skeleton, processor)
-    found = {names[tensor.name]: tensor for tensor in file.tensors if tensor.name in names}
+    found: dict[str, list[Any]] = defaultdict(list)
+    for tensor in sorted(file.tensors, key=lambda tensor: tensor.name):
+        # Parameters of experts have no suffix; gate comes before up in the one that holds both.
+        if name := names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight")):
+            found[name].append(tensor)
 
     def read(name: str) -> Tensor:
-        tensor = found[name]
-        weights = processor.process(weights=dequantize(tensor.data, tensor.tensor_type), name=tensor.name).weights
-        return torch.from_numpy(weights.copy()).to(skeleton.dtype)
+        parts = [
+            processor.process(weights=dequantize(tensor.data, tensor.tensor_type), name=tensor.name).weights.copy()
+            for tensor in found[name]
+        ]
+        whole = torch.from_numpy(parts[0]) if len(parts) == 1 else torch.cat([*map(torch.from_numpy, parts)], dim=1)
+        return whole.to(skeleton.dtype)
 
     return _audited(skeleton, set(found), read, path)
 

@@ -208,7 +208,7 @@ def test_no_more_memory_than_planned(host: str, tmp_path: Path) -> None:
     choice = Choice("nf4", torch.bfloat16)
     build.build(random_store.generate(compose.load(geometry_file(name)).model, choice, 0), store, choice)
     case = Case(name, str(store), warm=2, overrides=(f"stream.host={host}", "stream.readers=4"))
-    case = replace(case, budget_gib=1.6, overrides=(*case.overrides, "stream.slots=2", "stream.resident_blocks=2"))
+    case = replace(case, budget_gib=1.8, overrides=(*case.overrides, "stream.slots=2", "stream.resident_blocks=2"))
     *_, found = bench._process(["4096"], case, float("inf"))  # of its own: what this one holds is not the row's
     assert "failed" not in found, found["failed"]
     print({name: found[name] for name in ("memory", "plan", "median_s", "bound", "ratio", "copies_gb_s", "link_gb_s")})

@@ -92,9 +92,11 @@ def test_a_run_is_the_resident_engines_to_the_last_bit(
     stream: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = replace(options(data, stores[weights], **stream), memory=MemoryConfig(offload="2"))
     assert life(tmp_path / "stream", config, monkeypatch) == 0
+    said = capsys.readouterr().err
     store = engines.open_store(config)
     monkeypatch.setattr(engines, "load", lambda config, whole=False: engine.load(config.model, store, whole=True))
     assert life(tmp_path / "resident", resident(config), monkeypatch) == 0
@@ -103,7 +105,12 @@ def test_a_run_is_the_resident_engines_to_the_last_bit(
     lines = [line for line in report.read_metrics(tmp_path / "stream") if "loss" in line]
     at_once = stream.get("packs_per_visit", 1)
     assert lines[0]["stream_visits"] == 2 // at_once * (5 + 5)
-    assert all(line["stream_bytes"] > 0 for line in lines)
+    for line in lines:
+        assert line["stream_bytes"] > 0
+        assert line["stream_share"] == pytest.approx(line["stream_bound_s"] / line["seconds"])
+        assert line["stream_bound_s"] > 0
+    assert f"{lines[0]['stream_blocks']} blocks read" in said
+    assert "% of the bound" in said
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_never_was(

@@ -30,6 +30,7 @@ from prefix_train import cli, collate, loss, unit
 from prefix_train.stream import build, checks, head, ring, sources, walk
 from prefix_train.stream.places import Choice
 from prefix_train.stream.store import Store
+from tests import models
 from tests.tiny_text import BUILD
 
 CPU = torch.device("cpu")
@@ -212,3 +213,21 @@ def test_another_engine_has_no_such_checks(config: Config, tmp_path: Path) -> No
     for given in (["--engine", "stream"], []):
         done = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "run.yaml"), *given])
         assert isinstance(done.exception, UserError)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_the_oracle_is_float64_within_norms_and_angles_too(family: str) -> None:
+    """transformers' norms compute in float32 whatever they are given; a float64 oracle must not."""
+    made: Any = models.build(family).double()
+    norm = made.model.norm
+    x = torch.randn(3, norm.weight.shape[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+    factor = norm.weight if family == "qwen3" else 1 + norm.weight
+    right = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * factor
+    with checks.Wide():
+        found = norm(x)
+        logits = made(torch.arange(9)[None]).logits
+    assert found.dtype == logits.dtype == torch.float64
+    assert (found - right).abs().max() < 1e-14
+    assert (norm(x) - right).abs().max() > 1e-9
+    assert logits.isfinite().all()
