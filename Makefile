@@ -23,7 +23,7 @@ demo: $(READY)
 
 # The guides and, written from the source, all options and commands: open build/docs/index.html.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
 lint: $(READY)
 	$(BIN)/ruff check .
