@@ -156,7 +156,7 @@ class _Shares:
             of_query.append(query)
             for total, share in zip(sums, others, strict=True):
                 joined.add_heads(total, share, node.col_start, None, more=True)
-        whole = joined.add(of_query, self.layout, self.query)
+        whole = of_query[0] if _single(self.layout) else joined.add(of_query, self.layout, self.query)
         return whole, sums[0].to(self.key.dtype), sums[1].to(self.value.dtype)
 
 
@@ -166,7 +166,15 @@ def _joined(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
     pieces = pieces_for(query)
     found = [pieces.forward(_take_all(block, query, key, value), scale, True) for block in layout.blocks]
     found += [pieces.forward(_rectangle(node, query, key, value), scale, False) for node in layout.rectangles]
+    if _single(layout):
+        ((out, lse),) = found
+        return out.transpose(1, 2).contiguous(), lse
     return joined.join([out for out, _ in found], [lse for _, lse in found], layout)
+
+
+def _single(layout: Layout) -> bool:
+    """Is there one piece alone?"""
+    return len(layout.lengths) == 1
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,10 @@ def agreement(config: Config, dtype: Literal["float32", "bfloat16"], device: tor
     build = {**config.model.build, **SMALL}
     adapter = dataclasses.replace(config.adapter, dropout=0.0)
     deltanet: Any = "reference" if dtype == "float32" else config.model.deltanet
-    model_config = dataclasses.replace(config.model, build=build, dtype=dtype, deltanet=deltanet)
+    attention: Any = config.model.attention
+    if dtype == "float32" and device.type == "cuda" and attention in ("merged", "joined"):
+        attention = "auto"  # their pieces are of 16 bits there
+    model_config = dataclasses.replace(config.model, build=build, dtype=dtype, deltanet=deltanet, attention=attention)
     small = dataclasses.replace(config, adapter=adapter, model=model_config)
     model = models.adapt(build_on(device, build, models.DTYPES[dtype]), small)
     draw_adapters(model)

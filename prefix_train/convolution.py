@@ -7,6 +7,7 @@ comes before each segment apart from the buffer need neither: a buffer of the si
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +35,9 @@ def tree_conv(
     `reference`, `fla`, `fla_segments` or `fla_cuda`. Computed in at least float32; returns [T, C] in the dtype of x.
     Raises ValueError where the layout was built for another length or width, or the kernels are unknown.
     """
-    if x.shape[0] != layout.total:
-        raise ValueError(f"the layout has {layout.total} positions, but the convolution got {x.shape[0]}")
-    if weight.shape[1] != layout.width:
-        raise ValueError(
-            f"a convolution of width {weight.shape[1]} over a layout for width {layout.width}: "
-            f"build it with Layout.from_tree(..., width={weight.shape[1]})"
-        )
-    if activation not in ("silu", None):
-        raise ValueError(f"the convolution's activation is {activation!r}; only 'silu' and None are known")
+    _check(x, weight, layout, activation)
     if kernels == "fla_segments":
-        whole: Tensor = _Segments.apply(x, weight, bias, layout.history, activation)  # type: ignore[no-untyped-call]
-        return whole
+        return _of_segments(x, weight, bias, layout, activation, [x.shape[1]])[0]
     extended: Tensor = _Extend.apply(x, layout.history)  # type: ignore[no-untyped-call]
     if kernels == "fla":
         convolved = flash_linear.convolve(extended, weight, bias, activation)
@@ -59,31 +51,93 @@ def tree_conv(
     return kept
 
 
+def tree_conv_parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layout: Layout,
+    sizes: Sequence[int],
+    activation: str | None = "silu",
+    kernels: str = "reference",
+) -> list[Tensor]:
+    """`tree_conv`, its channels in parts of `sizes`: [T, size] each, contiguous where the kernels can write them so."""
+    if kernels != "fla_segments":
+        return list(torch.split(tree_conv(x, weight, bias, layout, activation, kernels), list(sizes), 1))
+    _check(x, weight, layout, activation)
+    return _of_segments(x, weight, bias, layout, activation, sizes)
+
+
+def _check(x: Tensor, weight: Tensor, layout: Layout, activation: str | None) -> None:
+    if x.shape[0] != layout.total:
+        raise ValueError(f"the layout has {layout.total} positions, but the convolution got {x.shape[0]}")
+    if weight.shape[1] != layout.width:
+        raise ValueError(
+            f"a convolution of width {weight.shape[1]} over a layout for width {layout.width}: "
+            f"build it with Layout.from_tree(..., width={weight.shape[1]})"
+        )
+    if activation not in ("silu", None):
+        raise ValueError(f"the convolution's activation is {activation!r}; only 'silu' and None are known")
+
+
+def _of_segments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout, activation: str | None, sizes: Sequence[int]
+) -> list[Tensor]:
+    given = (x, weight, bias, layout.history, activation, sizes)
+    return list(_Segments.apply(*given))  # type: ignore[no-untyped-call]
+
+
 class _Segments(Function):
-    """Each segment by itself, from the last inputs of its root path, whose gradients add up at the originals."""
+    """Each segment by itself, from the last inputs of its root path, whose gradients add up at the originals.
+
+    sizes: of parts of the channels, whose outputs are tensors of their own.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, history: History, activation: str | None
-    ) -> Tensor:
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        history: History,
+        activation: str | None,
+        sizes: Sequence[int],
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight, bias)
-        ctx.history, ctx.activation = history, activation
-        states = _states(x, weight.shape[1], history)
-        return flash_linear.convolve_segments(x, weight, bias, activation, states, history)
+        ctx.history, ctx.activation, ctx.sizes = history, activation, sizes
+        parts = _parted(sizes, x, weight, bias, _states(x, weight.shape[1], history))
+        return tuple(flash_linear.convolve_segments(*part, activation, history) for part in parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         history: History = ctx.history
-        states = _states(x, weight.shape[1], history)
-        of_x, of_weight, of_bias, of_states = flash_linear.convolve_segments_backward(
-            grad, x, weight, bias, ctx.activation, states, history
+        parts = _parted(ctx.sizes, x, weight, bias, _states(x, weight.shape[1], history))
+        found = [
+            flash_linear.convolve_segments_backward(grad, *part, ctx.activation, history)
+            for grad, part in zip(grads, parts, strict=True)
+        ]
+        of_x, of_weight, of_bias, of_states = (
+            None if one[0] is None else one[0] if len(one) == 1 else torch.cat(one, axis)
+            for one, axis in zip(zip(*found, strict=True), (1, 0, 0, 1), strict=True)
         )
+        assert of_x is not None
+        assert of_states is not None
         rows = of_states[:, :, 1:].transpose(1, 2).reshape(-1, x.shape[1])
         of_copies = sum_runs(rows.index_select(0, history.copied), history.copies)
         total = of_x.index_select(0, history.origin).to(of_copies.dtype) + of_copies
-        return of_x.index_copy_(0, history.origin, total.to(of_x.dtype)), of_weight, of_bias, None, None
+        of_x.index_copy_(0, history.origin, total.to(of_x.dtype))
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def _parted(
+    sizes: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+    first = 0
+    for size in sizes:
+        of = slice(first, first + size)
+        yield x[:, of], weight[of], None if bias is None else bias[of], states[:, of].contiguous()
+        first += size
 
 
 def _states(x: Tensor, width: int, history: History) -> Tensor:

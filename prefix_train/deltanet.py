@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
 from prefix_train import chunked, flash_linear
-from prefix_train.convolution import tree_conv
+from prefix_train.convolution import tree_conv, tree_conv_parts
 from prefix_train.layout import Group, Layout
 from prefix_train.sums import sum_runs
 
-__all__ = ["resolve_kernels", "tree_conv", "tree_delta_rule"]
+__all__ = ["resolve_kernels", "tree_conv", "tree_conv_parts", "tree_delta_rule"]
 
 KERNELS = ("reference", "fla", "fla_segments", "fla_cuda")
 """The last three compute the recurrence alike and differ in the convolution."""

@@ -23,7 +23,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
 
 
 def convolve_segments(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, states: Tensor, history: History
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, activation: str | None, history: History
 ) -> Tensor:
     """Causal depthwise convolution of each segment of [T, C] by itself. states: [S, C, W], the inputs before it, the
     first of them unread. Returns [T, C]; no graph: see `convolve_segments_backward`."""
@@ -38,8 +38,8 @@ def convolve_segments_backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    activation: str | None,
     states: Tensor,
+    activation: str | None,
     history: History,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of x, weight, bias and states."""

@@ -13,7 +13,7 @@ from prefix_train.joined import ROWS, Tables
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _read(entry, batch, head, rows, some, columns, OUT: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     """[ROWS, D] of the piece whose address and strides are at `entry`."""
-    begin = tl.multiple_of(tl.load(entry), 16).to(tl.pointer_type(OUT))
+    begin = tl.multiple_of(tl.load(entry).to(tl.pointer_type(OUT)), 16)
     of_batch, of_head = tl.load(entry + 1), tl.load(entry + 2)
     of_row = tl.multiple_of(tl.load(entry + 3), ALIGN)
     at = begin + tl.multiple_of(batch * of_batch + head * of_head, ALIGN)

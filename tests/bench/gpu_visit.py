@@ -1,9 +1,13 @@
 """What needs two GPUs of one host, side by side where the parts do not disturb each other, each with its own time.
 
-    python -m tests.bench.gpu_visit OUT pair|single [--seconds LIMIT]
+    python -m tests.bench.gpu_visit OUT ACT [--seconds LIMIT]
 
 `pair`: preflight of a job with two ranks, the sharding checks over NCCL, readings of the GPUs, hangs over NCCL.
 `single`: `tune` into a fresh folder and its comparison with the committed pins, beside the tests of one GPU.
+`kernels`: tests of the newest kernels, beside each of them alone and what others offer.
+`rows`: a pack of the whole model with them, beside four layers and the same examples alone.
+`settings`: 256,000 positions, beside four layers with each of the newest kernels left out.
+`sharded`: one pack per GPU under FSDP2; then the memory of two updates and the save.
 
 No part can stop another one. OUT gets summary.json and all logs and records in visit.tar.gz, written anew after each
 part. Exit status 0 where every part ended well.
@@ -20,7 +24,8 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,12 @@ from configs.nodefolder import private_folder
 PERIOD = Path(__file__).parents[1] / "data" / "period-27b.yaml"
 PAIR = ("slurm.tasks_per_node=2", "slurm.gpus_per_node=2", "pack.packs_per_update=2")
 GPU_TESTS = "tests/gpu"
+NEWEST = ("model.attention=joined", "model.deltanet=fla_segments", "adapter.masks=counted")
+"""Kernels that are not the default before they have been measured."""
+WAITING = ("memory.offload=auto", "memory.keep_attention=auto")
+CLOCKS = ("nvidia-smi", "--query-gpu=timestamp,index,clocks.sm,power.draw,clocks_event_reasons.active",
+          "--format=csv,noheader", "-lms", "500")  # fmt: skip
+"""Whether a chip was throttled."""
 SHOWN = 25
 """Lines of a log that are printed when its part has ended."""
 
@@ -183,6 +194,80 @@ def single(visit: Visit) -> None:
     )
 
 
+def bench(visit: Visit, out: str, *arguments: str) -> tuple[str, ...]:
+    """`prefix-train bench ...` into a file that is kept; rows in the same file share its gate."""
+    return python("-m", "prefix_train.cli", "bench", *arguments, "--out", visit.kept / f"{out}.json")
+
+
+@contextmanager
+def clocks(visit: Visit) -> Iterator[None]:
+    """Meanwhile each chip's clock, power and reasons to slow down are written twice a second."""
+    with (visit.kept / f"clocks-{time.monotonic():.0f}.csv").open("wb") as log:
+        watching = subprocess.Popen(CLOCKS, stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            watching.kill()
+            watching.wait()
+            visit.save()
+
+
+def kernels(visit: Visit) -> None:
+    """GPU 0: right or wrong. GPU 1: how fast, each alone."""
+    newest = "pieces or joining or convolutions or waits"
+    visit.stage(
+        [
+            Part("mixers", tests(f"{GPU_TESTS}/test_mixers_gpu.py", "-k", newest), 240, "0"),
+            Part("fused", tests(f"{GPU_TESTS}/test_fused_gpu.py", "-k", "registers"), 80, "0"),
+            Part("large", tests(f"{GPU_TESTS}/test_large_gpu.py"), 150, "0"),
+            Part("no_sync", tests(f"{GPU_TESTS}/test_no_sync_gpu.py"), 150, "0"),
+        ],
+        [
+            Part("pieces", python("-m", "tests.bench.gpu_pieces", visit.kept / "pieces.json"), 260, "1"),
+            Part("rivals", python("-m", "tests.bench.gpu_rivals", visit.kept / "rivals.json"), 260, "1"),
+        ],
+    )
+
+
+def rows(visit: Visit) -> None:
+    """GPU 0: the whole model. GPU 1: four layers, profiled, then examples alone through the whole model."""
+    whole, alone = ("--row", "packed", "--warm", "2"), ("--row", "standalone", "--alone", "4", "--warm", "1")
+    four = ("--row", "packed", "--layers", "4", "--warm", "3")
+    visit.stage(
+        [Part("pack", bench(visit, "pack", "pack", *whole, "--no-profile", *WAITING, *NEWEST), 480, "0")],
+        [
+            Part("four", bench(visit, "alone", "pack", *four, *WAITING, *NEWEST), 200, "1"),
+            Part("alone", bench(visit, "alone", "pack", *alone, "--no-profile", *WAITING, *NEWEST), 380, "1"),
+        ],
+    )
+
+
+def settings(visit: Visit) -> None:
+    """GPU 0: the longest pack. GPU 1: what each of the newest kernels is worth, in four layers."""
+    long = ("--row", "packed", "--prefix", "96000", "--continuations", "160x1000", "--warm", "1", "--no-profile")
+    four = ("--row", "packed", "--layers", "4", "--warm", "2", "--no-profile")
+    without = {"none": (), **{name.split("=")[0]: tuple(set(NEWEST) - {name}) for name in NEWEST}}
+    visit.stage(
+        [Part("long", bench(visit, "long", "pack", *long, *WAITING, *NEWEST), 550, "0")],
+        [
+            Part(f"four, {name}", bench(visit, f"without-{name}", "pack", *four, *WAITING, *kept), 150, "1")
+            for name, kept in without.items()
+        ],
+    )
+
+
+def sharded(visit: Visit) -> None:
+    """Both GPUs together, then each by itself at sizes that the memory's formulas were not fitted to."""
+    visit.stage([Part("sharded", python("-m", "tests.bench.gpu_sharded", visit.kept / "sharded.json"), 320)])
+    sizes = ("--layers", "16"), ("--layers", "4", "--prefix", "96000", "--continuations", "60x1500")
+    visit.stage(
+        *(
+            [Part(f"memory {gpu}", bench(visit, f"memory{gpu}", "memory", *size, *WAITING, *NEWEST), 120, str(gpu))]
+            for gpu, size in enumerate(sizes)
+        )
+    )
+
+
 def compare(pins: Path) -> int:
     """Print which kernels' winners are others than the committed ones; 1 where the set of kernels is another."""
     committed = kernel_pins.folder(torch.cuda.get_device_name())
@@ -195,7 +280,7 @@ def compare(pins: Path) -> int:
     return 0 if mine == theirs else 1
 
 
-ACTS = {"pair": pair, "single": single}
+ACTS = {act.__name__: act for act in (pair, single, kernels, rows, settings, sharded)}
 
 
 def machine() -> Mapping[str, Any]:
@@ -217,7 +302,8 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     kept = Path(tempfile.mkdtemp(prefix="visit-"))
     visit = Visit(given.out, kept, time.monotonic() + given.seconds, {"machine": {"status": 0, **machine()}})
-    ACTS[given.act](visit)
+    with clocks(visit):
+        ACTS[given.act](visit)
     return 0 if all(part["status"] == 0 for part in visit.found.values()) else 1
 
 

@@ -105,3 +105,30 @@ def test_frozen_feed_forward(dtype: torch.dtype) -> None:
     for true, slow, fast in zip(*found, strict=True):
         floor = 2e-6 if dtype == torch.float32 else 1e-3
         assert error(fast, true) <= max(1.2 * error(slow, true), floor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_in_registers(dtype: torch.dtype) -> None:
+    """An adapter's products with masks that are drawn in registers, against the same masks written out in float64."""
+    pytest.importorskip("triton")
+    torch.manual_seed(5)
+    config = LoraConfig(r=8, lora_dropout=0.1, target_modules=["gate_proj", "up_proj", "down_proj"])
+    made: Any = get_peft_model(Block(512, 1408), config).base_model.model  # type: ignore[arg-type]
+    for name, module in made.named_modules():
+        if hasattr(module, "lora_dropout"):
+            nn.init.normal_(module.lora_B["default"].weight, 0.0, 0.05)
+            module.lora_dropout["default"] = SeededDropout(0.1, name, counted=True)
+            module.lora_dropout["default"].draw = "1/2/3"
+    own, x = made.cuda().to(dtype), torch.randn(1, 5000, 512, device="cuda", dtype=dtype)
+    weight = torch.randn(x.shape, dtype=torch.float64, device="cuda")
+    found = []
+    for kind in ("truth", "own", "mine"):
+        block = copy.deepcopy(own).double() if kind == "truth" else copy.deepcopy(own)
+        forward = frozen.FeedForward(block, 2048, "liger", block.forward) if kind == "mine" else block
+        given = x.to(block.gate_proj.base_layer.weight.dtype).requires_grad_()
+        out = forward(given * 1)
+        learned = [one for one in block.parameters() if one.requires_grad]
+        found.append([out.detach(), *torch.autograd.grad((out.double() * weight).sum(), [given, *learned])])
+    for true, slow, fast in zip(*found, strict=True):
+        floor = 2e-6 if dtype == torch.float32 else 1e-3
+        assert error(fast, true) <= max(1.2 * error(slow, true), floor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,19 +61,37 @@ def conv_inputs(layout: Layout, channels: int = 96) -> list[Tensor]:
     ]
 
 
+@pytest.mark.parametrize("kernels", ["merged", "joined"])
 @pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize(("size", "groups"), [(64, 1), (128, 4), (256, 4)])
-def test_merged_attention(monkeypatch: pytest.MonkeyPatch, cudnn: bool, size: int, groups: int) -> None:
+def test_pieces_of_attention(
+    monkeypatch: pytest.MonkeyPatch, cudnn: bool, size: int, groups: int, kernels: str
+) -> None:
     if cudnn and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("cuDNN's kernels are used on Hopper")
     monkeypatch.setattr("prefix_train.attention.pieces_for", lambda query: pieces.CudaPieces(cudnn))
     for tree in TREES:
         layout = Layout.from_tree(*tree).to("cuda")
         of, grad = attention_inputs(layout, size, groups), draw(1, layout.total, 8, size)
-        found = with_gradients(tree_attention(*of, layout, size**-0.5, "merged"), of, grad)
+        found = with_gradients(tree_attention(*of, layout, size**-0.5, kernels), of, grad)
         wide = widened(of)
         truth = with_gradients(tree_attention(*wide, layout, size**-0.5, "dense"), wide, grad)
         trees.assert_close(found, truth, 1e-2, ATTENTION_NAMES)
+
+
+def test_joining_rounds_no_more_than_merging() -> None:
+    """Over all of these forests together: no further from float64 than 1.05 times the merged pieces."""
+    squares = {"merged": 0.0, "joined": 0.0}
+    for tree in TREES:
+        layout = Layout.from_tree(*tree).to("cuda")
+        of, grad = attention_inputs(layout, 128, 4), draw(1, layout.total, 8, 128)
+        wide = widened(of)
+        truth = with_gradients(tree_attention(*wide, layout, 0.09, "dense"), wide, grad)
+        for kernels in squares:
+            found = with_gradients(tree_attention(*of, layout, 0.09, kernels), of, grad)
+            squares[kernels] += sum(trees.relative(a, b) ** 2 for a, b in zip(found, truth, strict=True))
+    print(json.dumps(squares))
+    assert squares["joined"] <= 1.05**2 * squares["merged"]
 
 
 def test_kernels_of_this_device() -> None:
@@ -119,12 +139,13 @@ def test_delta_rule_of_flash_linear_attention(most: int, size: int) -> None:
         trees.assert_close(found, truth, 2e-2, RULE_NAMES)
 
 
-def test_convolution_of_flash_linear_attention() -> None:
-    pytest.importorskip("fla")
+@pytest.mark.parametrize("kernels", ["fla", "fla_segments", "fla_cuda"])
+def test_convolutions(kernels: str) -> None:
+    pytest.importorskip("causal_conv1d" if kernels == "fla_cuda" else "fla")
     for tree in TREES:
         layout = Layout.from_tree(*tree).to("cuda")
         of, grad = conv_inputs(layout), draw(layout.total, 96)
-        found = with_gradients(tree_conv(*of, layout, kernels="fla"), of, grad)
+        found = with_gradients(tree_conv(*of, layout, kernels=kernels), of, grad)
         wide = widened(of)
         truth = with_gradients(tree_conv(*wide, layout), wide, grad)
         trees.assert_close(found, truth, 1e-2, CONV_NAMES)
@@ -167,10 +188,10 @@ def test_layout_moves_whole() -> None:
             assert torch.equal(getattr(part, name), getattr(same, name).cpu()), name
 
 
-@pytest.mark.parametrize("attention", ["merged", "flex"])
-@pytest.mark.parametrize("deltanet", ["reference", "fla"])
+@pytest.mark.parametrize("attention", ["merged", "joined", "flex"])
+@pytest.mark.parametrize("deltanet", ["reference", "fla", "fla_segments"])
 def test_no_layer_waits_for_the_device(attention: str, deltanet: str) -> None:
-    if deltanet == "fla":
+    if deltanet != "reference":
         pytest.importorskip("fla")
     layout = Layout.from_tree(*LONG).to("cuda")
     conv, rule, of = conv_inputs(layout), rule_inputs(layout), attention_inputs(layout, 64, 4)

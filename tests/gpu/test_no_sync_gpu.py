@@ -62,7 +62,7 @@ def strictly() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def after_a_first_pack(attention: str, offloaded: str) -> Trained:
+def after_a_first_pack(attention: str, offloaded: str, deltanet: str = "auto") -> Trained:
     """What is compiled or searched for once has been."""
     packs = [new_pack()]
     run = trained(
@@ -70,7 +70,7 @@ def after_a_first_pack(attention: str, offloaded: str) -> Trained:
         packs,
         offloaded,
         device="cuda",
-        kernels=ModelConfig(attention=attention),  # type: ignore[arg-type]
+        kernels=ModelConfig(attention=attention, deltanet=deltanet),  # type: ignore[arg-type]
         rank=4,
         dropout=0.3,
     )
@@ -106,9 +106,13 @@ def forward_and_backward_strictly(run: Trained, patch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.parametrize("offloaded", ["none", "auto"])
-@pytest.mark.parametrize("attention", ["merged", "flex"])
-def test_no_layer_waits_for_the_device(attention: str, offloaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = after_a_first_pack(attention, offloaded)
+@pytest.mark.parametrize(
+    ("attention", "deltanet"), [("merged", "fla"), ("joined", "fla_segments"), ("flex", "fla")], ids=lambda name: name
+)
+def test_no_layer_waits_for_the_device(
+    attention: str, deltanet: str, offloaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = after_a_first_pack(attention, offloaded, deltanet)
     assert (run.offload is None) == (offloaded == "none")
     assert forward_and_backward_strictly(run, monkeypatch) == 2 * len(run.stepper.root.anatomy.layers)
     if run.offload is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configs.errors import UserError
 from prefix_train import flash_linear
-from prefix_train.deltanet import tree_conv, tree_delta_rule
+from prefix_train.deltanet import tree_conv, tree_conv_parts, tree_delta_rule
 from prefix_train.layout import CHUNK, Layout
 from tests import trees
 from tests.alone import (
@@ -101,6 +101,8 @@ def stand_in(module: str, name: str) -> Callable[..., object]:
         chunk_indices: Tensor,
     ) -> tuple[Tensor, None]:
         assert activation == "silu"
+        assert x.stride(2) == 1
+        assert all(one.is_contiguous() for one in (weight, initial_state))
         assert cu_seqlens.tolist() == cu_seqlens_cpu.tolist()
         chunks = [[i, c] for i, n in enumerate(cu_seqlens.diff().tolist()) for c in range(-(-n // CHUNK))]
         assert chunk_indices.tolist() == chunks
@@ -151,6 +153,19 @@ def test_calls_of_the_convolutions(monkeypatch: pytest.MonkeyPatch, kernels: str
         grad = draws(1, (layout.total, CHANNELS))[0]
         found = with_gradients(tree_conv(*conv, layout, kernels=kernels), conv, grad)
         trees.assert_close(found, conv_truth(layout, conv, grad), 5e-6, CONV_NAMES)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fla_segments"])
+def test_channels_in_parts(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setattr(flash_linear, "_import", stand_in)
+    layout, sizes = Layout.from_tree(*trees.FIVE_DEEP), [6, 6, CHANNELS - 12]
+    conv = conv_inputs(layout, torch.float32)
+    grad = draws(1, (layout.total, CHANNELS))[0]
+    parts = tree_conv_parts(*conv, layout, sizes, kernels=kernels)
+    assert [part.shape[1] for part in parts] == sizes
+    assert all(part.is_contiguous() for part in parts) == (kernels == "fla_segments")
+    found = with_gradients(torch.cat(parts, 1), conv, grad)
+    trees.assert_close(found, conv_truth(layout, conv, grad), 5e-6, CONV_NAMES)
 
 
 def test_inputs_before_a_segment_that_are_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
