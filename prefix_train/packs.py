@@ -165,7 +165,12 @@ def pack_examples(
     Raises UserError, naming the row, for what cannot be trained exactly.
     """
     examples = examples_of_rows(rows)
-    pack = PackConfig("shared", max_positions, min_shared, packs_per_update, examples_per_update)
+    pack = PackConfig(
+        max_positions=max_positions,
+        min_shared=min_shared,
+        packs_per_update=packs_per_update,
+        examples_per_update=examples_per_update,
+    )
     forest = build_forest((example.keys for example in examples), min_shared)
     sources = [example.source for example in examples]
     run = plan_run(forest.lengths, forest, pack, ranks, seed, epochs=epochs, sources=sources)
@@ -185,7 +190,7 @@ def pack_heldout(
     Arguments and errors as `pack_examples`.
     """
     examples = examples_of_rows(rows)
-    pack = PackConfig("shared", max_positions, min_shared)
+    pack = PackConfig(max_positions=max_positions, min_shared=min_shared)
     forest = build_forest((example.keys for example in examples), min_shared)
     sources = [example.source for example in examples]
     plan = plan_evaluation(forest.lengths, forest, pack, ranks, sources=sources)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import accelerate
 import peft
@@ -52,6 +52,8 @@ BOUND = 1e-4
 GATE = (330, 16, 47)
 """Prefix, continuations and their tokens in the gate; with --tiny those of the measurement."""
 GIB = 1 << 30
+Recompute = Literal["none", "accelerate", "transformers"]
+"""Who recomputes layers: nobody, Accelerate (`fsdp_activation_checkpointing`), or transformers' own switch."""
 
 
 @dataclass
@@ -139,7 +141,7 @@ class Theirs:
 
     @classmethod
     def of(
-        cls, config: Config, ranks: Ranks, within: ExitStack, recompute: bool = True, dropout: float = 0.0
+        cls, config: Config, ranks: Ranks, within: ExitStack, recompute: Recompute = "accelerate", dropout: float = 0.0
     ) -> Theirs:
         """within: the model takes packs until it is closed. dropout: of every adapter, PEFT's own."""
         model: Any = adapted(config, ranks.device)
@@ -147,8 +149,10 @@ class Theirs:
             if dropout and hasattr(module, "lora_dropout"):
                 module.lora_dropout["default"] = nn.Dropout(dropout)
         model.train().enable_input_require_grads()
+        if recompute == "transformers":
+            model.get_base_model().activation_checkpointing_enable()
         within.enter_context(pack_forward.train_packs(model, config.model.attention, config.model.deltanet))
-        return cls(*accelerated.sharded(model, recompute, ranks.device), config.train.clip_norm)
+        return cls(*accelerated.sharded(model, recompute == "accelerate", ranks.device), config.train.clip_norm)
 
     def backward(self, pack: PackInputs) -> Tensor:
         """This rank's loss, its gradients in place."""
@@ -196,28 +200,47 @@ def gate(config: Config, shape: tuple[int, int, int], told: Told) -> bool:
 
 
 def replay(config: Config, shape: tuple[int, int, int], told: Told) -> None:
-    """R29: dropout under Accelerate's recomputation. What is said, and how wrong the gradients would be."""
+    """R29: dropout under Accelerate's recomputation. What is said, and how wrong the gradients would be; and that those
+    under transformers' recomputation are right."""
     ranks = told.ranks
     pack = as_inputs(batches(config, shape, torch.float32)[ranks.rank]).to(ranks.device)
-    refuse, kept = pack_forward.refuse_other_masks, []
+    kept: dict[Recompute, dict[str, Tensor]] = {}
+    ways: tuple[Recompute, ...] = ("none", "accelerate", "transformers")
     said = ""
-    with told.phase("R29: dropout under fsdp_activation_checkpointing"):
-        for recompute in (True, False):
-            with ExitStack() as within:
-                theirs = Theirs.of(config, ranks, within, recompute, dropout=0.3)
-                if recompute:
-                    try:
-                        theirs.model(**pack)
-                    except NotExact as error:
-                        said = str(error)
-                pack_forward.refuse_other_masks = lambda model: None
-                try:
-                    torch.manual_seed(ranks.rank)
-                    theirs.backward(pack)
-                finally:
-                    pack_forward.refuse_other_masks = refuse
-                kept.append(accelerated.gradients(theirs.model.named_parameters()))
-    told.found["r29"] = {"refused": said, "error_without_refusal": accelerated.worst(kept[0], kept[1])}
+    for recompute in ways:
+        with told.phase(f"R29: dropout, recomputation by {recompute}"), ExitStack() as within:
+            theirs = Theirs.of(config, ranks, within, recompute, dropout=0.3)
+            if recompute == "accelerate":
+                said = refusal(theirs.model, pack)
+                within.enter_context(unrefused())
+            torch.manual_seed(ranks.rank)
+            theirs.backward(pack)
+            kept[recompute] = accelerated.gradients(theirs.model.named_parameters())
+    told.found["r29"] = {
+        "refused": said,
+        "error_without_refusal": accelerated.worst(kept["accelerate"], kept["none"]),
+        "error_under_transformers": accelerated.worst(kept["transformers"], kept["none"]),
+    }
+
+
+def refusal(model: nn.Module, pack: PackInputs) -> str:
+    """What a forward is refused with; empty where it is not."""
+    try:
+        model(**pack)
+    except NotExact as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def unrefused() -> Iterator[None]:
+    """The product without its refusal."""
+    refuse = pack_forward.refuse_other_masks
+    pack_forward.refuse_other_masks = lambda model: None
+    try:
+        yield
+    finally:
+        pack_forward.refuse_other_masks = refuse
 
 
 def measure(name: str, config: Config, shape: tuple[int, int, int], warm: int, told: Told) -> dict[str, Tensor]:
@@ -360,7 +383,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--prefix", type=int)
     parser.add_argument("--continuations")
-    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--options", nargs="*", default=[], help="of the configuration, as in memory.offload=auto")
     given = parser.parse_args()
     defaults = {"layers": 4, "prefix": 60, "continuations": "3x11"} if given.tiny else {

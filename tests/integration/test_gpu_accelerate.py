@@ -48,7 +48,11 @@ def test_r29_fails_without_fix(found: dict[str, Any]) -> None:
     assert found["r29"]["error_without_refusal"] > 0.3
 
 
+def test_r29_transformers_recomputation_keeps_the_masks(found: dict[str, Any]) -> None:
+    assert found["r29"]["error_under_transformers"] < 1e-5
+
+
 def test_both_are_measured(found: dict[str, Any]) -> None:
     assert found["own"]["median_s"] > 0
-    assert found["accelerate_over_own"].keys() == {"median_s"}
+    assert found["accelerate_over_own"].keys() == {"median_s", "positions_per_s"}
     assert found["bfloat16_gradients_rank_0"]["difference"] < 0.1

@@ -45,7 +45,7 @@ def run(work: Run, folder: Path, kind: str, ranks: int, per_rank: int) -> list[d
         ("all", 1, 1),
         ("adapter", 1, 3),
         pytest.param("all", 2, 3, marks=pytest.mark.slow),
-        pytest.param("adapter", 2, 1, marks=pytest.mark.slow),
+        ("adapter", 2, 1),
     ],
 )
 def test_other_trainers_train_packs_as_each_example_alone(
