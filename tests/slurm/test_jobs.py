@@ -281,17 +281,6 @@ def test_scontrol_that_never_answers_leaves_the_job_with_its_status_and_a_way_to
 
 
 @pytest.mark.slow
-def test_time_limit_has_the_job_saved_and_begun_again(lab: Lab, clone: Path) -> None:
-    job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=600", "slurm.time=2", "slurm.signal_delay_s=50")
-    job.wait_life(1, seconds=150)
-    first = job.lives[0]
-    assert first.cause == "stopped"
-    assert 5 < first.update < 90
-    assert "stopped as asked, with a checkpoint; begins again from update" in job.log
-    assert "CANCELLED AT" not in job.log.partition("stopped as asked")[0]
-
-
-@pytest.mark.slow
 def test_preempted_job_saves_within_its_grace_and_begins_again(lab: Lab, clone: Path, tmp_path: Path) -> None:
     job = jobs.start(lab, clone, "model.build.do=slow", "train.updates=25", "slurm.partition=low", nodes=4)
     job.wait_update(2)

@@ -76,7 +76,7 @@ def test_unfit_node_is_left_out_once_where_that_is_asked_for(lab: Lab, folder: P
 
 @pytest.mark.slow
 def test_stopped_in_the_middle_and_begun_again_it_has_the_losses_of_an_unbroken_run(lab: Lab, folder: Path) -> None:
-    """The warning before the time limit, sent by hand so that it falls into the training."""
+    """The warning before the time limit, sent by hand: here the run goes on to its end."""
     common = (*SLOW_START, "preflight.enabled=false", "train.updates=40")
     broken = jobs.start_real(lab, folder, *common)
     unbroken = jobs.start_real(lab, folder, *common, "slurm.exclude=node1")
@@ -92,3 +92,25 @@ def test_stopped_in_the_middle_and_begun_again_it_has_the_losses_of_an_unbroken_
     assert jobs.losses(broken.run) == jobs.losses(unbroken.run)
     hashes = [runfolder.read_json(job.run / runfolder.RESULT)["hash_after"] for job in (broken, unbroken)]
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.slow
+def test_time_limit_has_the_job_saved_and_begun_again_with_the_same_losses(lab: Lab, folder: Path) -> None:
+    """Slurm's own warning, half a minute to a minute and a half after the start; a job without a limit beside it."""
+    common = (*SLOW_START, "preflight.enabled=false", "train.updates=20000", "evaluate.every=0")
+    limited = jobs.start_real(lab, folder, *common, "slurm.time=2", "slurm.signal_delay_s=30")
+    unbroken = jobs.start_real(lab, folder, *common, "slurm.time=60", "slurm.exclude=node1")
+    limited.wait_life(1)
+    first = limited.lives[0]
+    assert first.cause == "stopped"
+    assert first.update > 5
+    assert "stopped as asked, with a checkpoint; begins again from update" in limited.log
+    assert "CANCELLED AT" not in limited.log.partition("stopped as asked")[0]
+    last = first.update + 20
+    limited.wait_update(last, attempt=1)
+    unbroken.wait_update(last)
+    for job in (limited, unbroken):
+        lab.run("scancel", job.id)
+        job.end("CANCELLED")
+    losses, expected = jobs.losses(limited.run), jobs.losses(unbroken.run)
+    assert [losses[update] for update in range(1, last)] == [expected[update] for update in range(1, last)]
