@@ -65,11 +65,14 @@ class _Adapted(Function):
 
 
 class FeedForward:
-    """Replaces the forward of down(silu(gate(x)) * up(x)). rows: of a tile. otherwise: computes what is not so."""
+    """Replaces the forward of down(silu(gate(x)) * up(x)). rows: of a tile. otherwise: computes what is not so.
+    unread: nothing reads the output in a recomputation."""
 
-    def __init__(self, block: Any, rows: int, elementwise: str, otherwise: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, block: Any, rows: int, elementwise: str, otherwise: Callable[..., Tensor], unread: bool = True
+    ) -> None:
         self.products = tuple(map(Product, (block.gate_proj, block.up_proj, block.down_proj)))
-        self.rows, self.elementwise, self.otherwise = rows, elementwise, otherwise
+        self.rows, self.elementwise, self.otherwise, self.unread = rows, elementwise, otherwise, unread
         self.dropouts = _dropouts(*self.products)
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ class _FeedForward(Function):
     def forward(ctx: Any, block: FeedForward, inputs: Tensor, *tensors: Tensor) -> Tensor:
         ctx.block, ctx.draw = block, dropout.draw_of(block.dropouts)
         ctx.save_for_backward(inputs, *tensors)
-        if unit.recomputing():  # nothing reads the output then: NaN shows should anything do so
+        if block.unread and unit.recomputing():  # NaN shows should anything read the output after all
             return inputs.new_full((), float("nan")).expand(inputs.shape)
         flat, weights = inputs.reshape(-1, inputs.shape[-1]), _weights(tensors)
         out = torch.empty_like(flat)

@@ -21,8 +21,11 @@ from configs.errors import UserError
 
 ZERO_CENTRED = frozenset({"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"})
 """Norms that scale by 1 + weight, all in float32."""
-PLAIN = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "Qwen3VLTextRMSNorm"})
-"""Norms that round to the input's dtype before they scale by the weight."""
+PLAIN = frozenset({
+    *("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "SmolLM3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"),
+    *("Qwen3MoeRMSNorm", "Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"),
+})  # fmt: skip
+"""Norms that round to the input's dtype before they scale by the weight. (OLMo's round afterwards: they have none.)"""
 GATED = frozenset({"Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "Qwen3NextRMSNormGated"})
 """Plain norms times silu(gate)."""
 

@@ -16,62 +16,23 @@ from typing import Any
 from configs.errors import UserError
 from configs.modelpath import is_gguf, locate
 from configs.schema import ModelConfig
-from prefix_train import gguf_config
-
-Sizes = dict[str, Any]
-
-_LINEAR: Sizes = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-_PLAIN: Sizes = {"num_hidden_layers": 32, "attention_bias": False, "tie_word_embeddings": False}
-
-DEFAULTS: dict[str, Sizes] = {
-    "llama": _PLAIN
-    | {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
-    | {"num_key_value_heads": None, "head_dim": None, "mlp_bias": False},
-    "qwen3": _PLAIN
-    | {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_attention_heads": 32}
-    | {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_next": _PLAIN
-    | _LINEAR
-    | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 48}
-    | {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
-    | {"decoder_sparse_step": 1, "mlp_only_layers": None, "num_experts": 512, "num_experts_per_tok": 10}
-    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
-    "qwen3_5_text": _PLAIN
-    | _LINEAR
-    | {"vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 16}
-    | {"num_key_value_heads": 4, "head_dim": 256},
-    "qwen3_5_moe_text": _PLAIN
-    | _LINEAR
-    | {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
-    | {"num_key_value_heads": 2, "head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8}
-    | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
-}
-"""What transformers' configuration classes assume where a configuration says nothing."""
-
-VISION: Sizes = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_heads": 16,
-    "in_channels": 3,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 3584,
-    "num_position_embeddings": 2304,
-}
+from prefix_train import gguf_config, sizes
+from prefix_train.sizes import DEFAULTS, WITH_VISION, Sizes
 
 BUILT_VOCABULARY = 1024
 """Tokens of the tokenizer that a model of `model.build` gets, where it names no other number."""
 
-WITH_VISION = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Models that hold a language model as `text_config` and a vision tower as `vision_config`."""
+GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Whose attention gates its output: `q_proj` makes a gate beside the query."""
+
+BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj")}
+"""Whose attention has biases, whatever the configuration says."""
+
+WITHOUT_NORMS = ("llama", "mistral", "mixtral", "smollm3", "qwen2")
+"""Whose attention does not normalise queries and keys."""
+
+WHOLE_NORMS = ("olmo2", "olmo3", "olmo_hybrid")
+"""Whose attention normalises all heads together."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +53,13 @@ class Geometry:
         model_type, vision = given, None
         if given in WITH_VISION:
             text = config.get("text_config") or {}
-            model_type, vision = WITH_VISION[given], VISION | dict(config.get("vision_config") or {})
+            model_type, vision = WITH_VISION[given], sizes.vision(given, config.get("vision_config") or {})
         if model_type not in DEFAULTS:
             known = ", ".join(sorted({*DEFAULTS, *WITH_VISION}))
             raise UserError(f"model_type {given!r}: its sizes are not known; known are {known}")
-        sizes = DEFAULTS[model_type] | {key: value for key, value in text.items() if value is not None}
-        _require_numbers(sizes, DEFAULTS[model_type])
-        sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
-        sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
-        tied = config.get("tie_word_embeddings", False) if vision else sizes["tie_word_embeddings"]
-        return cls(model_type, sizes, vision, _layer_types(sizes), bool(tied))
+        filled = sizes.fill(model_type, text)
+        tied = config.get("tie_word_embeddings", False) if vision else filled.get("tie_word_embeddings", False)
+        return cls(model_type, filled, vision, sizes.layer_types(model_type, filled), bool(tied))
 
     @property
     def layers(self) -> int:
@@ -146,7 +104,7 @@ class Geometry:
     @property
     def gated(self) -> bool:
         """Does attention's `q_proj` make a gate beside the query?"""
-        return "linear_key_head_dim" in self.text
+        return self.model_type in GATED
 
     def count(self, layer_type: str) -> int:
         """Layers of a type."""
@@ -159,25 +117,35 @@ class Geometry:
         return bool(self.text.get("num_experts")) and not dense and (layer + 1) % step == 0
 
     def mlp_width(self, layer: int) -> int:
-        """Intermediate width of the feed-forward block (of the shared expert, where there are experts)."""
-        return int(self.text["shared_expert_intermediate_size" if self.sparse(layer) else "intermediate_size"])
+        """Intermediate width of the feed-forward block (of the shared expert, where there are experts; 0: none)."""
+        if self.sparse(layer):
+            return int(self.text.get("shared_expert_intermediate_size", 0))
+        return int(self.text["intermediate_size"])
 
     def linears(self, layer: int) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of a layer's linear modules by name: what an adapter can be attached to."""
         h, width = self.hidden, self.mlp_width(layer)
-        found = {"gate_proj": (h, width), "up_proj": (h, width), "down_proj": (width, h)}
-        if self.sparse(layer):
+        found = {"gate_proj": (h, width), "up_proj": (h, width), "down_proj": (width, h)} if width else {}
+        if width and self.sparse(layer):
             found["shared_expert_gate"] = (h, 1)
         if self.layer_types[layer] == "full_attention":
             query, key = self.query_width, self.key_width
             found |= {"q_proj": (h, query * (2 if self.gated else 1)), "k_proj": (h, key), "v_proj": (h, key)}
             return found | {"o_proj": (query, h)}
-        key, value, heads = self.linear_key_width, self.linear_value_width, int(self.text["linear_num_value_heads"])
-        found["out_proj"] = (value, h)
+        return found | self._recurrent_linears()
+
+    def _recurrent_linears(self) -> dict[str, tuple[int, int]]:
+        h, heads = self.hidden, int(self.text["linear_num_value_heads"])
+        key, value = self.linear_key_width, self.linear_value_width
+        if self.model_type == "olmo_hybrid":
+            found = {"q_proj": (h, key), "k_proj": (h, key), "v_proj": (h, value), "g_proj": (h, value)}
+            return found | {"a_proj": (h, heads), "b_proj": (h, heads), "o_proj": (value, h)}
         if self.model_type == "qwen3_next":
-            return found | {"in_proj_qkvz": (h, 2 * key + 2 * value), "in_proj_ba": (h, 2 * heads)}
-        found |= {"in_proj_qkv": (h, 2 * key + value), "in_proj_z": (h, value)}
-        return found | {"in_proj_b": (h, heads), "in_proj_a": (h, heads)}
+            found = {"in_proj_qkvz": (h, 2 * key + 2 * value), "in_proj_ba": (h, 2 * heads)}
+        else:
+            found = {"in_proj_qkv": (h, 2 * key + value), "in_proj_z": (h, value)}
+            found |= {"in_proj_b": (h, heads), "in_proj_a": (h, heads)}
+        return found | {"out_proj": (value, h)}
 
     def experts(self, layer: int) -> tuple[int, int, int]:
         """(parameters of one expert, experts, experts per token) of a layer; zeros where it has none."""
@@ -195,12 +163,18 @@ class Geometry:
         if self.text.get("mlp_bias"):
             total += sum(linears[name][1] for name in ("gate_proj", "up_proj", "down_proj"))
         if self.layer_types[layer] == "full_attention":
-            if self.text["attention_bias"]:
-                total += sum(linears[name][1] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-            return total + (0 if self.model_type == "llama" else 2 * int(self.text["head_dim"]))
+            every = ("q_proj", "k_proj", "v_proj", "o_proj") if self.text.get("attention_bias") else ()
+            total += sum(linears[name][1] for name in BIASED.get(self.model_type, every))
+            return total + self._norm_parameters()
         channels = 2 * self.linear_key_width + self.linear_value_width
         total += channels * int(self.text["linear_conv_kernel_dim"])
         return total + 2 * int(self.text["linear_num_value_heads"]) + int(self.text["linear_value_head_dim"])
+
+    def _norm_parameters(self) -> int:
+        """Of the norms of queries and keys in one attention."""
+        if self.model_type in WITHOUT_NORMS:
+            return 0
+        return self.query_width + self.key_width if self.model_type in WHOLE_NORMS else 2 * int(self.text["head_dim"])
 
     @cached_property
     def parameters(self) -> dict[str, int]:
@@ -289,29 +263,6 @@ def read_config(model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _require_numbers(sizes: Sizes, like: Sizes) -> None:
-    """Raise UserError where a size that is a number by default, or has none, is something else."""
-    for key, default in like.items():
-        number = default is None or (isinstance(default, int) and not isinstance(default, bool))
-        if number and key != "mlp_only_layers" and not (sizes[key] is None or type(sizes[key]) is int):
-            raise UserError(f"{key} is {sizes[key]!r}: a whole number is expected")
-
-
-def _layer_types(sizes: Sizes) -> tuple[str, ...]:
-    """Kinds of token mixers, layer by layer."""
-    layers = int(sizes["num_hidden_layers"])
-    every = int(sizes.get("full_attention_interval") or 4) if "linear_key_head_dim" in sizes else 1
-    types = sizes.get("layer_types") or [
-        "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)
-    ]
-    for layer, name in enumerate(types):
-        if name not in ("full_attention", "linear_attention"):
-            raise UserError(f"layer_types[{layer}] is {name!r}: full_attention and linear_attention are understood")
-    if len(types) != layers:
-        raise UserError(f"layer_types has {len(types)} entries for {layers} layers")
-    return tuple(types)
-
-
 def _vision_parameters(vision: Sizes) -> tuple[int, int]:
     """Parameters of the vision tower without its merger, and of the merger."""
     h, wide, depth = int(vision["hidden_size"]), int(vision["intermediate_size"]), int(vision["depth"])
@@ -322,10 +273,12 @@ def _vision_parameters(vision: Sizes) -> tuple[int, int]:
 
 
 def _merger_shapes(vision: Sizes) -> list[tuple[int, int]]:
-    """A norm and two linear modules, each with weight and bias."""
+    """A norm and two linear modules, each with weight and bias; the same, but a wider norm, for each deeper merger."""
     h, out = int(vision["hidden_size"]), int(vision["out_hidden_size"])
     merged = h * int(vision["spatial_merge_size"]) ** 2
-    return [(h, 1), (h, 1), (merged, merged), (merged, 1), (out, merged), (out, 1)]
+    linears = [(merged, merged), (merged, 1), (out, merged), (out, 1)]
+    deeper = [(merged, 1), (merged, 1), *linears] * len(vision["deepstack_visual_indexes"])
+    return [(h, 1), (h, 1), *linears, *deeper]
 
 
 def _product(size: int | list[int], dimensions: int) -> int:

@@ -15,6 +15,9 @@ from prefix_train.shape import DELTA_CHUNK, Shape
 GATHERED_STATES = 512 << 20
 """Most bytes of initial states that one group of segments gathers."""
 
+OTHER_INPUTS = ("out_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate")
+"""Linear modules that do not read what a recurrent mixer is given."""
+
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
@@ -120,7 +123,7 @@ class LayerBytes:
 
 def _reads_hidden(geometry: Geometry, layer: int, adapter: AdapterConfig) -> bool:
     """Has a product of the layer's first norm an adapter, which needs its input in backward?"""
-    return any(name.startswith("in_proj") and name in adapter.targets for name in geometry.linears(layer))
+    return any(name in adapter.targets for name in geometry.linears(layer) if name not in OTHER_INPUTS)
 
 
 def tile_rows(config: Config) -> int:

@@ -13,15 +13,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from configs.errors import UserError
-from configs.modelpath import from_pretrained_arguments, locate
+from configs.modelpath import from_pretrained_arguments, is_gguf, locate
 from configs.schema import Config, ModelConfig
-from prefix_train import adapters, anatomy, patch, precision, tiles, tiny, unit
+from prefix_train import adapters, anatomy, gguf_config, patch, precision, tiles, tiny, unit
 from prefix_train.embedding import embed
 from prefix_train.loss import target_losses
 
@@ -43,14 +44,37 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
         return model, tiny.build_processor(model.config)
     path = locate(config.path)
     processor = tiny.load_processor(path)
+    return load_weights(path, dtype), processor
+
+
+def load_weights(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `path`, a folder or a GGUF file, in eval mode. UserError as `load`."""
+    own = _own_config(path)
     folder, more = from_pretrained_arguments(path)
-    own = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    plain = {"quantization_config": GgufConfig(dequantize=True)} if is_gguf(path) else {}
     # What does not fit is reported as such, then `audit` refuses it.
     model, keys = _auto(own).from_pretrained(
-        folder, dtype=dtype, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **more
+        folder,
+        config=own,
+        dtype=dtype,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **more,
+        **plain,
     )
     audit(path, keys)
-    return model.eval(), processor
+    made: PreTrainedModel = model.eval()
+    return made
+
+
+def _own_config(path: Path) -> PreTrainedConfig:
+    """transformers' configuration of the model in `path`."""
+    folder, more = from_pretrained_arguments(path)
+    own: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    if is_gguf(path):
+        gguf_config.correct(own, path)
+    return own
 
 
 def skeleton(config: ModelConfig, buffers: bool = False) -> PreTrainedModel:
@@ -58,11 +82,7 @@ def skeleton(config: ModelConfig, buffers: bool = False) -> PreTrainedModel:
 
     buffers: these are real all the same.
     """
-    if config.path is None:
-        own = tiny.build_config(config.build)
-    else:
-        folder, more = from_pretrained_arguments(locate(config.path))
-        own = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    own = tiny.build_config(config.build) if config.path is None else _own_config(locate(config.path))
     with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
         model: PreTrainedModel = _auto(own).from_config(own, dtype=DTYPES[config.dtype])
     if buffers:

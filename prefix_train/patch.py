@@ -25,13 +25,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prefix_train import attention as attention_kernels
 from prefix_train import deltanet as deltanet_kernels
-from prefix_train.families import ROUTER_LOSS, Family, NotExact, Parts, find_parts, refuse_inexact
+from prefix_train.families import (
+    ROUTER_LOSS,
+    Family,
+    NotExact,
+    Parts,
+    find_parts,
+    refuse_inexact,
+    refuse_streaming,
+)
 from prefix_train.layout import Layout
 
 ATTENTION_NAME = "shared_prefix"
 """Name of tree attention among transformers' attention implementations. It has no mask function: no mask is built."""
 
 UNDERSTOOD = {
+    "deepstack_visual_embeds",
     "image_grid_thw",
     "input_ids",
     "inputs_embeds",
@@ -44,6 +53,7 @@ UNDERSTOOD = {
     "position_ids",
     "return_dict",
     "use_cache",
+    "visual_pos_masks",
 }
 """Arguments of a forward that keep a pack exact; any other is refused unless it is None or False."""
 
@@ -109,15 +119,29 @@ class Handle:
     """An installed patch. `remove()` undoes it.
 
     attention, deltanet: kernels as asked for. parts: the modules that are patched. patches: what was replaced.
-    by_layers: somebody else runs the decoder's layers one by one and checks what reached them.
     """
 
     def __init__(self, model: nn.Module, parts: Parts, attention: str, deltanet: str) -> None:
         self.model, self.parts, self.attention, self.deltanet = model, parts, attention, deltanet
         self.reached: dict[str, Layout] = {}
-        self.by_layers = False
+        self.ids: Tensor | None = None
+        self._by_layers = False
         self.probing = False
         self.patches = self._plan()
+
+    @property
+    def by_layers(self) -> bool:
+        """Somebody else runs the decoder's layers one by one and checks what reached them.
+
+        Raises NotExact when it is set for a decoder that computes more than its layers.
+        """
+        return self._by_layers
+
+    @by_layers.setter
+    def by_layers(self, value: bool) -> None:
+        if value:
+            refuse_streaming(self.parts.decoder)
+        self._by_layers = value
 
     def install(self) -> None:
         """Apply every patch and probe; a failure leaves the model as it was."""
@@ -173,6 +197,8 @@ class Handle:
         patches.append(Patch(parts.decoder, "forward", partial(_decoder_forward, self, parts.decoder)))
         for entrance in parts.entrances.values():
             patches.append(Patch(entrance, "forward", partial(_entrance_forward, self, entrance)))
+            if parts.family.kind(entrance) == parts.family.one_input:
+                patches.append(Patch(entrance, "get_placeholder_mask", partial(_placeholder_mask, self, entrance)))
         for name, module in parts.attention.items():
             patches.append(Patch(module, "config", config))
             patches.append(Patch(module, "forward", partial(type(module).forward, module, mixer=Mixer(name, self))))
@@ -222,8 +248,22 @@ def install(model: nn.Module, attention: str = "auto", deltanet: str = "auto") -
 
 def _entrance_forward(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A model that holds the decoder: its own forward, for arguments that keep a pack exact."""
-    _check_arguments(handle.parts.family, module, args, kwargs)
-    return type(module).forward(module, *args, **kwargs)
+    family = handle.parts.family
+    given = _check_arguments(family, module, args, kwargs)
+    if family.kind(module) != family.one_input or not {"input_ids", "inputs_embeds"} <= given.keys():
+        return type(module).forward(module, *args, **kwargs)
+    handle.ids = given["input_ids"]
+    try:
+        others = {name: value for name, value in given.items() if name not in ("self", "kwargs", "input_ids")}
+        return type(module).forward(module, **others)
+    finally:
+        handle.ids = None
+
+
+def _placeholder_mask(handle: Handle, module: Any, input_ids: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    """Where images go, by the ids that came beside embeddings: two tokens may have the same embedding."""
+    ids = handle.ids if input_ids is None else input_ids
+    return type(module).get_placeholder_mask(module, ids, *args, **kwargs)
 
 
 def _decoder_forward(handle: Handle, module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -328,9 +368,9 @@ def _delta_net_forward(
             f"{mixer.name}: the layout is made for a convolution of width {tree.width}; "
             f"build it with Layout.from_tree(..., width={module.conv_kernel_size})"
         )
-    project = mixer.handle.parts.family.project
-    assert project is not None
-    mixed, z, b, a = project(module, hidden_states)
+    kind = mixer.handle.parts.family.delta_net
+    assert kind is not None
+    mixed, z, beta, a = kind.project(module, hidden_states)
     kernels = deltanet_kernels.resolve_kernels(mixer.handle.deltanet, hidden_states.device)
     weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     mixed = deltanet_kernels.tree_conv(mixed[0], weight, bias, tree, kernels=kernels)[None]
@@ -341,12 +381,13 @@ def _delta_net_forward(
         key.reshape(1, tree.total, -1, module.head_k_dim),
         value.reshape(1, tree.total, -1, module.head_v_dim),
         decay,
-        b.sigmoid(),
+        beta,
         tree,
         kernels=kernels,
     )
-    normed: Tensor = module.norm(mixed.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
-    output: Tensor = module.out_proj(normed.view(1, tree.total, -1))
+    gates = z.reshape(-1, module.head_v_dim)
+    normed: Tensor = getattr(module, kind.norm)(mixed.reshape(-1, module.head_v_dim), gates)
+    output: Tensor = getattr(module, kind.out)(normed.view(1, tree.total, -1))
     return output
 
 

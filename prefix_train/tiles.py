@@ -2,8 +2,9 @@
 
 Each row of their output follows from the same row of their inputs, so their tensors need never be whole. Backward
 computes a tile again and takes its gradients, summed over tiles in float32. Two products are then not needed at all: a
-feed-forward's forward in its layer's recomputation, whose output only the residual sum would read, and its last product
-in a tile's. What stands in for either is NaN: should anything read it, the update fails instead of learning from it.
+feed-forward's forward in its layer's recomputation, where only the residual sum would read its output, and its last
+product in a tile's. What stands in for either is NaN: should anything read it, the update fails instead of learning
+from it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from prefix_train.anatomy import Anatomy
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 """Children of a gated feed-forward whose output is the last one's: act(gate(x)) * up(x), then down."""
 
+READER = "post_feedforward_layernorm"
+"""A child of layers in which a norm reads what the feed-forward gives, instead of the residual sum alone."""
+
 NORM = "norm"
 """In the name of every module that normalises rows."""
 
@@ -46,12 +50,12 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
         within: set[nn.Module] = set()
         if block is not None and _is_feed_forward(block):
             within = set(block.modules())
-            inner, known = block.forward, fused.knows_activation(block)
+            inner, known, unread = block.forward, fused.knows_activation(block), not hasattr(layer, READER)
             if known:
                 inner = fused.FeedForward(block, elementwise, inner)
-            block.forward = Tiled(block, rows, inner, last=_base(block.down_proj), unread=True)
+            block.forward = Tiled(block, rows, inner, last=_base(block.down_proj), unread=unread)
             if known and all(products.knows(getattr(block, name)) for name in FEED_FORWARD):
-                block.forward = frozen.FeedForward(block, rows, elementwise, block.forward)
+                block.forward = frozen.FeedForward(block, rows, elementwise, block.forward, unread)
         for name, module in layer.named_modules():
             if module in within:
                 continue

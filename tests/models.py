@@ -9,7 +9,19 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
@@ -20,8 +32,16 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCABULARY = 97
@@ -59,12 +79,8 @@ _HYBRID = {
         "mrope_interleaved": True,
     },
 }
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS = {**_ROUTED, "shared_expert_intermediate_size": 16}
 _VISION = {
     "depth": 2,
     "hidden_size": 16,
@@ -84,12 +100,61 @@ _MARKS = {
 }
 
 
+_PLAIN = {**_SHARED, "num_hidden_layers": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {**_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_DEEP_VISION = {**_VISION, "deepstack_visual_indexes": [0, 1]}
+
+
 def _llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**_SHARED, num_hidden_layers=2))
+    return LlamaForCausalLM(LlamaConfig(**_PLAIN))
+
+
+def _mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**_PLAIN, sliding_window=None))
+
+
+def _mixtral() -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**_PLAIN, sliding_window=None, num_local_experts=4, num_experts_per_tok=2))
+
+
+def _smollm3() -> PreTrainedModel:
+    return SmolLM3ForCausalLM(SmolLM3Config(**_PLAIN, no_rope_layers=[1, 0]))
+
+
+def _olmo2() -> PreTrainedModel:
+    return Olmo2ForCausalLM(Olmo2Config(**_PLAIN))
+
+
+def _olmo3() -> PreTrainedModel:
+    return Olmo3ForCausalLM(Olmo3Config(**_PLAIN, layer_types=["full_attention"] * 2))
+
+
+def _olmo_hybrid() -> PreTrainedModel:
+    values = {key: value for key, value in _HYBRID.items() if key != "rope_parameters"}
+    return OlmoHybridForCausalLM(OlmoHybridConfig(**values))
+
+
+def _qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**_PLAIN))
 
 
 def _qwen3() -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**_SHARED, num_hidden_layers=2))
+    return Qwen3ForCausalLM(Qwen3Config(**_PLAIN))
+
+
+def _qwen3_moe() -> PreTrainedModel:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_PLAIN, **_ROUTED, norm_topk_prob=True))
+
+
+def _qwen3_vl() -> PreTrainedModel:
+    text = {**_SHARED, "num_hidden_layers": 3, "rope_parameters": _MROPE}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=_DEEP_VISION, **_MARKS))
+
+
+def _qwen3_vl_moe() -> PreTrainedModel:
+    text = {**_SHARED, **_ROUTED, "num_hidden_layers": 3, "rope_parameters": _MROPE, "mlp_only_layers": [0]}
+    return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=_DEEP_VISION, **_MARKS))
 
 
 def _qwen3_next() -> PreTrainedModel:
@@ -121,14 +186,30 @@ def _moe_text() -> dict[str, Any]:
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "olmo_hybrid": _olmo_hybrid,
+    "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5_text,
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe_text,
     "qwen3_5_moe": _qwen3_5_moe,
 }
-WITH_VISION = ("qwen3_5", "qwen3_5_moe")
+WITHOUT_GATE = ("mixtral", "qwen3_moe", "qwen3_next")
+"""Where no linear module is called gate_proj, or PEFT takes the name for a part of the experts."""
+
+STREAMED = tuple(name for name in FAMILIES if not name.startswith("qwen3_vl"))
+"""What `engine=stream` takes."""
+
+WITH_VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -149,8 +230,13 @@ def draw(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _draw(name, parameter)
-    if hasattr(model.get_decoder().config, "num_experts"):
+    if has_experts(model):
         model.set_experts_implementation("eager")
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Are there experts that a router chooses from?"""
+    return bool(getattr(model.get_decoder().config, "num_experts_per_tok", 0))
 
 
 def _draw(name: str, parameter: torch.nn.Parameter) -> None:

@@ -55,7 +55,7 @@ def hollow(made: PreTrainedModel, store: Store) -> PreTrainedModel:
         parameter.data = parameter.data.to(dtype)
     skeleton.tie_weights()
     fill(skeleton, store)
-    if hasattr(skeleton.get_decoder().config, "num_experts"):
+    if models.has_experts(skeleton):
         skeleton.set_experts_implementation("eager")
     return skeleton
 

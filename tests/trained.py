@@ -13,7 +13,7 @@ from tests import models
 
 def adapted(family: str = "qwen3_5", seed: int = 0, rank: int = 4) -> PeftModel:
     """A tiny model with adapters, and mergers where it has a vision tower; none of the adapters is zero."""
-    targets = ["q_proj", "v_proj"] if family == "qwen3_next" else AdapterConfig().targets
+    targets = ["q_proj", "v_proj"] if family in models.WITHOUT_GATE else AdapterConfig().targets
     model = adapters.attach(models.build(family), AdapterConfig(rank=rank, targets=targets), seed)
     with torch.no_grad():
         for name, parameter in trainable(model).items():

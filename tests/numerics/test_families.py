@@ -93,7 +93,7 @@ def share_routed_alike(model: nn.Module, pack: forests.Pack) -> float:
     return same / total
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe"])
 def test_routing_is_alike(family: str, record_property: Callable[[str, object], None]) -> None:
     assert share_routed_alike(*make(family, torch.float32)) == 1
     share = share_routed_alike(*make(family, torch.bfloat16))
@@ -201,7 +201,7 @@ def change_one_continuation(family: str) -> tuple[bool, bool]:
     return outputs, all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo_hybrid", "qwen3_vl", "qwen3_5_text", "qwen3_5"])
 def test_r01_a_continuation_reaches_no_other(family: str) -> None:
     assert change_one_continuation(family) == (True, True)
 

@@ -59,7 +59,7 @@ def run(base: PreTrainedModel, packs: list[Batch], offloaded: str, keep: str, **
 
 @pytest.mark.parametrize("keep", ["auto", "1", "3"])
 @pytest.mark.parametrize("offloaded", ["none", "auto", "1"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "olmo_hybrid", "qwen3_5_text"])
 def test_the_same_gradients_to_the_bit(family: str, offloaded: str, keep: str, computed: list[int]) -> None:
     base = models.build(family)
     packs = some_packs(base)

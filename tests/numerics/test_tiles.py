@@ -74,12 +74,14 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("trainable", ["adapter", "all"])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe_text", "llama"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "qwen3_5_moe_text", "llama", "olmo2", "olmo_hybrid", "qwen3_vl", "mixtral"]
+)
 def test_tiles_change_no_gradient(family: str, trainable: str) -> None:
     base = built(family)
     images = family in models.WITH_VISION
     packs = batches.batches(batches.make(base, COUNT, images=images), [[0, 1, 2], [3, 4, 5, 6]])
-    targets = LINEAR if family != "qwen3_5_moe_text" else LINEAR[:4]
+    targets = LINEAR[:4] if family in ("qwen3_5_moe_text", "mixtral") else LINEAR
     found = []
     for rows in (0, 8):
         trainer = trainer_of(copy.deepcopy(base), options(trainable, rows, targets), images)
@@ -160,6 +162,17 @@ def test_an_output_that_is_read_after_all_fails_the_update(monkeypatch: pytest.M
         layer.mlp.forward = lambda hidden, forward=forward: forward(hidden).tanh()
     with pytest.raises(blame.NotFinite):
         step.update(trainer, 0, 0.0, packs)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("trainable", ["adapter", "all"])
+def test_a_norm_behind_the_feed_forward_reads_its_output(trainable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of OLMo's layers; with what other families may leave out the update fails."""
+    monkeypatch.setattr(tiles, "READER", "nothing")
+    base = built("olmo2")
+    packs = batches.batches(batches.make(base, COUNT), [[0, 1, 2, 3, 4, 5, 6]])
+    with pytest.raises(blame.NotFinite):
+        step.update(trainer_of(base, options(trainable, 8), False), 0, 0.0, packs)
 
 
 def test_tiles_need_recomputation_and_whole_blocks() -> None:

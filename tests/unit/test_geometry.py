@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from configs.errors import UserError
 from configs.schema import ModelConfig
-from prefix_train.geometry import BUILT_VOCABULARY, DEFAULTS, VISION, WITH_VISION, Geometry, read_config
+from prefix_train.geometry import BUILT_VOCABULARY, Geometry, read_config
+from prefix_train.sizes import DEEPSTACK, DEFAULTS, VISION, WITH_VISION
 from prefix_train.tiny import build_tokenizer
 
 SMALL: dict[str, Any] = {
@@ -46,7 +47,11 @@ TOWER: dict[str, Any] = {
     "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }
+ROUTED = {key: value for key, value in EXPERTS.items() if key != "shared_expert_intermediate_size"}
+DEEP_TOWER: dict[str, Any] = {**TOWER, "deepstack_visual_indexes": [0, 1]}
 NO_DENSE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
+
+UNPADDED: dict[str, Any] = {**SMALL, "pad_token_id": None}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL},
@@ -54,6 +59,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, own head size": {"model_type": "llama", **SMALL, "head_dim": None, "num_key_value_heads": None},
     "qwen3": {"model_type": "qwen3", **SMALL},
     "qwen3, tied, biases": {"model_type": "qwen3", **SMALL, "attention_bias": True, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **SMALL, "sliding_window": None},
+    "mixtral": {
+        **{"model_type": "mixtral", **SMALL, "sliding_window": None},
+        **{"num_local_experts": 6, "num_experts_per_tok": 2},
+    },
+    "smollm3": {"model_type": "smollm3", **UNPADDED},
+    "smollm3, biases, not tied": {
+        **{"model_type": "smollm3", **UNPADDED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    },
+    "olmo2": {"model_type": "olmo2", **UNPADDED, "attention_bias": True},
+    "olmo3": {"model_type": "olmo3", **UNPADDED, "layer_types": ["full_attention"] * 4},
+    "olmo_hybrid": {"model_type": "olmo_hybrid", **UNPADDED, **LINEAR},
+    "olmo_hybrid, own head sizes": {"model_type": "olmo_hybrid", **UNPADDED},
+    "qwen2": {"model_type": "qwen2", **SMALL},
+    "qwen3_moe": {"model_type": "qwen3_moe", **SMALL, **ROUTED},
+    "qwen3_moe, some dense": {
+        **{"model_type": "qwen3_moe", **SMALL, **ROUTED, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    },
+    "qwen3_vl": {"model_type": "qwen3_vl", "text_config": SMALL, "vision_config": DEEP_TOWER},
+    "qwen3_vl, tied": {
+        **{"model_type": "qwen3_vl", "text_config": SMALL, "vision_config": DEEP_TOWER, "tie_word_embeddings": True},
+    },
+    "qwen3_vl_moe": {
+        **{"model_type": "qwen3_vl_moe", "text_config": {**SMALL, **ROUTED, "mlp_only_layers": [1]}},
+        **{"vision_config": DEEP_TOWER},
+    },
     "qwen3_next": {"model_type": "qwen3_next", **SMALL, **LINEAR, **EXPERTS},
     "qwen3_next, some dense": {
         **{"model_type": "qwen3_next", **SMALL, **LINEAR, **EXPERTS},
@@ -77,7 +108,12 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"out_hidden_size": 5120},
     },
-    **{f"{name}, defaults": {"model_type": name} for name in ("llama", "qwen3", "qwen3_5_text", "qwen3_5_moe")},
+    **{
+        f"{name}, defaults": {"model_type": name}
+        for name in (*DEFAULTS, *WITH_VISION)
+        if name not in ("mistral", "olmo3") and not name.startswith("qwen3_vl") and name != "qwen3_5_moe_text"
+    },
+    **{f"{name}, defaults": {"model_type": name} for name in ("qwen3_vl", "qwen3_vl_moe")},
 }
 
 
@@ -125,6 +161,7 @@ def test_defaults_are_those_of_transformers() -> None:
         config = AutoConfig.for_model(model_type)
         assert config.text_config.model_type == text
         assert {name: getattr(config.vision_config, name) for name in VISION} == VISION
+        assert getattr(config.vision_config, "deepstack_visual_indexes", None) == DEEPSTACK.get(model_type)
 
 
 @pytest.mark.parametrize("options", [{}, {"full_attention_interval": 3}, {"num_hidden_layers": 6}])
@@ -132,6 +169,9 @@ def test_layer_types_are_those_of_transformers(options: dict[str, int]) -> None:
     for model_type in ("qwen3_next", "qwen3_5_text"):
         expected = tuple(AutoConfig.for_model(model_type, **options).layer_types)
         assert Geometry.of({"model_type": model_type, **options}).layer_types == expected
+    if "full_attention_interval" not in options:
+        expected = tuple(AutoConfig.for_model("olmo_hybrid", **options).layer_types)
+        assert Geometry.of({"model_type": "olmo_hybrid", **options}).layer_types == expected
     assert set(Geometry.of({"model_type": "llama"}).layer_types) == {"full_attention"}
 
 
@@ -160,6 +200,10 @@ def test_a_built_model_has_its_tokenizer_s_vocabulary() -> None:
             r"layer_types\[0\] is 'sliding_attention'",
         ),
         ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "1 entries for 32 layers"),
+        ({"model_type": "mistral"}, "sliding_window is 4096: a sliding window is not exact over a tree"),
+        ({"model_type": "olmo3"}, r"layer_types\[0\] is 'sliding_attention'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, r"layer_types\[28\] is 'sliding_attention'"),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, r"layer_types\[0\] is 'sliding_attention'"),
     ],
 )
 def test_what_is_not_known_is_named(config: dict[str, Any], says: str) -> None:

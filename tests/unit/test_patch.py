@@ -100,10 +100,11 @@ def test_patches_by_count(family: str) -> None:
     handle = install(model)
     parts = handle.parts
     layers = model.get_decoder().config.num_hidden_layers
-    deltas = 0 if family in ("llama", "qwen3") else 3
+    deltas = 3 if layers == 4 else 0
     assert (len(parts.attention), len(parts.delta_nets)) == (layers - deltas, deltas)
     assert len(parts.entrances) == (2 if family in models.WITH_VISION else 1)
-    assert len(handle.patches) == 2 + len(parts.entrances) + 2 * len(parts.attention) + deltas
+    masks = 1 if parts.family.one_input else 0
+    assert len(handle.patches) == 2 + len(parts.entrances) + masks + 2 * len(parts.attention) + deltas
     assert all(patch.in_place for patch in handle.patches)
     handle.remove()
     assert not any(patch.in_place for patch in handle.patches)
@@ -207,8 +208,9 @@ def test_text_on_a_vision_model_takes_plain_positions() -> None:
     assert torch.equal(plain, wide)
 
 
-def test_embeddings_instead_of_ids() -> None:
-    model = models.build("qwen3_5")
+@pytest.mark.parametrize("family", models.WITH_VISION)
+def test_embeddings_instead_of_ids(family: str) -> None:
+    model = models.build(family)
     given = arguments()
     embeddings = model.get_input_embeddings()(given["input_ids"])
     with shared_prefix(model):
@@ -377,9 +379,9 @@ def test_a_decoder_alone() -> None:
 def test_registry_names_classes_that_transformers_has() -> None:
     for family in FAMILIES.values():
         modeling = __import__(family.modeling, fromlist=["*"])
-        for name in (family.decoder, family.layer, family.attention, *family.entrances, *family.tokenwise):
+        for name in (family.decoder, *family.layers, family.attention, *family.entrances, *family.tokenwise):
             assert hasattr(modeling, name), f"{family.modeling} has no {name}"
-        assert family.delta_net is None or hasattr(modeling, family.delta_net)
+        assert family.delta_net is None or hasattr(modeling, family.delta_net.name)
 
 
 def test_parts_are_found_through_peft() -> None:
@@ -389,8 +391,10 @@ def test_parts_are_found_through_peft() -> None:
     assert parts.decoder_name == "base_model.model.model.language_model"
 
 
-def test_the_library_has_two_names() -> None:
-    assert prefix_train.__all__ == ["Layout", "shared_prefix"]
+def test_the_library_has_these_names() -> None:
+    assert prefix_train.__all__ == [
+        *("Layout", "collate_packs", "pack_examples", "pack_heldout", "shared_prefix", "train_packs")
+    ]
     assert (prefix_train.Layout, prefix_train.shared_prefix) == (Layout, shared_prefix)
     with pytest.raises(AttributeError, match="no attribute 'patch_everything'"):
         _ = prefix_train.patch_everything

@@ -60,7 +60,15 @@ def differ(store: Store, state: dict[str, Tensor]) -> list[str]:
     return sorted({*unequal, *(found.keys() ^ (state.keys() - alias))})
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_no_store_is_made_of_what_cannot_stream(tmp_path: Path, family: str) -> None:
+    source = saved(tmp_path / "model", family)
+    with pytest.raises(UserError, match="adds features of images between its layers: set engine=sharded"):
+        converted(source, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("family", models.STREAMED)
 def test_shards_become_what_transformers_loads(tmp_path: Path, family: str) -> None:
     """With its renamings and conversions: a checkpoint has experts one by one, the model has them fused."""
     source = saved(tmp_path / "model", family)
