@@ -6,6 +6,7 @@ M targets of a pack, E (example, target) entries.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +25,6 @@ from prefix_train.data import rows_of
 from prefix_train.generate import Counts, greedy
 from prefix_train.metrics import Answer, Metric, OwnMetric
 from prefix_train.render import Example
-from prefix_train.rows import decode_row
 
 if TYPE_CHECKING:
     from prefix_train.dist import Ranks
@@ -167,9 +167,20 @@ def any_own(metrics: Sequence[Metric]) -> bool:
 
 
 def read_rows(data: Path, sources: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The rows of file `data` that stand at `sources`, decoded. Raises UserError where the file cannot be read."""
-    wanted = set(sources)
-    return {line.source: decode_row(line) for line in rows_of(data) if line.source in wanted} if wanted else {}
+    """The rows of `data` by the sources of their examples. Raises UserError where it cannot be read."""
+    wanted: dict[str, list[str]] = {}
+    for source in sources:
+        wanted.setdefault(row_of(source), []).append(source)
+    rows = rows_of(data)
+    found = {line.source: rows.record(line) for line in (rows if wanted else ()) if line.source in wanted}
+    for row in wanted.keys() - found.keys():
+        raise UserError(f"{row}: the row is not there any more")
+    return {source: found[row] for row, named in wanted.items() for source in named}
+
+
+def row_of(source: str) -> str:
+    """`file:line` of an example, which may be one of several targets of its row."""
+    return re.sub(r"(:\d+) target \d+$", r"\1", source)
 
 
 def try_out(metrics: Sequence[Metric], example: Example, data: Path) -> None:
@@ -238,7 +249,7 @@ def _lines(scored: Scored, losses: Mapping[int, float]) -> Iterator[str]:
     """A line of JSON for each answer."""
     for index, (answer, scores) in enumerate(zip(scored.answers, scored.scores, strict=True)):
         line = {
-            "line": int(answer.source.rpartition(":")[2]),
+            "line": int(row_of(answer.source).rpartition(":")[2]),
             "id": answer.id,
             "source": answer.source,
             "prediction": answer.text,

@@ -7,6 +7,7 @@ first reason is said, and both stand in `trackers.json`, in the result and on th
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -217,6 +218,8 @@ def _mlflow(run: Path, title: str, before: str, offline: bool) -> dict[str, Any]
     if offline:
         import mlflow
 
+        # What its small package can write without a database; without this it refuses, since it ends support for it.
+        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         mlflow.set_tracking_uri((run / runfolder.LOGS / "mlflow").absolute().as_uri())
     return {"run_id": before or None, "run_name": title}
 

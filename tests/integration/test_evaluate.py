@@ -37,7 +37,10 @@ def write_rows(path: Path, count: int) -> None:
         rule = f"Rule {number % 2}: " + "answer with the sum as JSON, and with nothing else than that. " * 3
         asked = [{"role": "system", "content": rule}, {"role": "user", "content": f"{number} and {2 * number}?"}]
         target = {"role": "assistant", "content": json.dumps({"sum": 3 * number})}
-        rows.append({"id": f"row {number}", "messages": [*asked, target], "meta": {"number": number}})
+        row = {"id": f"row {number}", "messages": [*asked, target], "meta": {"number": number}}
+        if path.stem == "other" and number == 1:
+            row |= {"messages": asked, "targets": ["3", '{"sum": 3}']}
+        rows.append(row)
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
 
 
@@ -185,8 +188,13 @@ def test_before_and_after_and_between(run: Path, data: Path) -> None:
     assert len({Path(one["predictions"]).read_text() for one in (base, first, last)}) == 3
     other = review.evaluate(run, review.Evaluation(data=data / "other.jsonl", changes=("evaluate.max_new_tokens=2",)))
     assert other["evaluation"].startswith("update-000002-other-")
-    assert other["heldout_examples"] == 3
-    assert max(line["tokens"] for line in lines(other["predictions"])) <= 2
+    assert other["heldout_examples"] == 4, "one row has two targets"
+    found = lines(other["predictions"])
+    assert [(line["line"], line["target"]) for line in found[1:3]] == [(2, "3"), (2, '{"sum": 3}')]
+    assert found[1]["prediction"] == found[2]["prediction"]
+    assert found[2]["metrics"]["length"]["wanted"] == 10
+    assert other["generated"]["answers"] == sum(line["tokens"] for line in found) - found[1]["tokens"]
+    assert max(line["tokens"] for line in found) <= 2
 
 
 def test_another_metric_afterwards_is_copied_too(run: Path, data: Path) -> None:

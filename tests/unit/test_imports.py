@@ -33,6 +33,7 @@ WITHOUT_TORCH = [
     "prefix_train.gguf_config",
     "prefix_train.heartbeat",
     "prefix_train.lengths",
+    "prefix_train.metrics",
     "prefix_train.near_misses",
     "prefix_train.plan",
     "prefix_train.results.page",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 
 from configs import metric_names, runfolder
 from configs.errors import UserError
-from configs.schema import Config, EvaluateConfig
+from configs.schema import Config, DataConfig, EvaluateConfig, ModelConfig
 from prefix_train import metrics
 from prefix_train.metrics import Answer, Exact, JsonFields
+from slurm import submit
 
 
 def answer(expected: str, text: str, complete: bool = True) -> Answer:
@@ -274,6 +274,30 @@ def test_names_become_absolute(tmp_path: Path) -> None:
     assert not list(metric_names.broken(Config(evaluate=EvaluateConfig()).evaluate.metrics))
 
 
-def test_nothing_of_torch_is_needed_to_submit() -> None:
-    assert runfolder.METRIC_FILES == "metrics"
-    assert Path(sys.modules["prefix_train.metrics"].__file__ or "").read_text().count("import torch") == 0
+# At submit.
+
+
+def submitted(folder: Path, *names: str) -> Config:
+    (folder / "train.jsonl").touch()
+    given = Config(
+        name="m",
+        cluster="local",
+        data=DataConfig(train="train.jsonl"),
+        model=ModelConfig(build={"model_type": "x"}),
+        evaluate=EvaluateConfig(metrics=list(names)),
+    )
+    return submit.resolve(given, folder)
+
+
+def test_submitting_copies_the_file_and_keeps_where_it_was(tmp_path: Path, file: Path) -> None:
+    config = submitted(file.parent, "exact", "my_metrics.py:words")
+    assert config.evaluate.metrics == ["exact", f"{file}:words"]
+    submit.make_run(config, tmp_path / "run")
+    (_, words) = metrics.load(tmp_path / "run" / runfolder.METRIC_FILES, config.evaluate.metrics)
+    assert words.score(answer("x", "one two"), {}) == 2.0
+
+
+@pytest.mark.parametrize("name", ["no.py:f", "my_metrics.py:no_such"])
+def test_submitting_refuses_what_is_not_there(tmp_path: Path, file: Path, name: str) -> None:
+    with pytest.raises(UserError, match=r"evaluate\.metrics: .*(cannot be read|no function no_such at the top)"):
+        submitted(file.parent, name)

@@ -22,6 +22,7 @@ from configs import redact, rules, runfolder, tracker_names
 from configs.errors import UserError
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, ReportConfig, SlurmConfig, TrainConfig
 from prefix_train import report, trackers
+from slurm import submit
 from tests.unit.test_report import update
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -222,6 +223,13 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
         reporter(tmp_path / "run", config("wandb"))
 
 
+def test_submitting_refuses_a_missing_package_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").touch()
+    assert tracker_names.find_spec("aim") is None
+    with pytest.raises(UserError, match="the package of aim is not installed: pip install aim"):
+        submit.resolve(config("aim"), tmp_path)
+
+
 def test_keys_of_trackers_are_secrets() -> None:
     for name in ("WANDB_API_KEY", "COMET_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "HF_TOKEN"):
         assert redact.is_secret(name), name
@@ -236,7 +244,8 @@ def installed(name: str) -> bool:
     return True
 
 
-def test_mlflow_itself_gets_two_lives_as_one_run(tmp_path: Path) -> None:
+def test_mlflow_itself_gets_two_lives_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")  # as it is, and is put back
     mlflow = pytest.importorskip("mlflow")
     run, told_of = tmp_path / "run", config("mlflow", offline=True, project="my digits")
     before = mlflow.get_tracking_uri()
