@@ -16,6 +16,7 @@ from prefix_train import digits, generate, tiny
 from prefix_train.data import Examples, load_examples
 from prefix_train.render import Example, Renderer
 from prefix_train.tree import build_forest
+from tests import models
 from tests.tiny_text import BUILD as TEXT
 from tests.tiny_vision import BUILD
 
@@ -89,6 +90,43 @@ def test_every_shared_beginning_of_a_deep_tree_is_computed_once(tmp_path: Path) 
         assert answers == expected
         assert counts.prompt == forest.length.sum() < counts.logical / 3
         assert counts.answers == NEW * (len(examples) - 1)
+
+
+def by_hand(sequences: Sequence[Sequence[int]], coordinates: int) -> list[Example]:
+    """Prompts of these tokens, without a tokenizer; the last token stands for the answer."""
+    found = []
+    for number, tokens in enumerate(sequences):
+        ids = np.array(tokens, dtype=np.int64)
+        positions = np.broadcast_to(np.arange(len(ids)), (coordinates, len(ids)))
+        target = np.arange(len(ids)) == len(ids) - 1
+        found.append(Example(str(number), f"by hand:{number}", ids, ids, positions, target, (), "", len(ids) - 1))
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(models.FAMILIES))
+def test_every_family(family: str) -> None:
+    """A tree of depth 3 with branches of one length and of several, and a prompt that begins another."""
+    model = models.build(family).eval()
+    draw = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        return draw.integers(1, 80, count).tolist()
+
+    sequences = []
+    for _ in range(2):
+        top = tokens(40)
+        for _ in range(2):
+            middle = [*top, *tokens(21)]
+            sequences += [[*middle, *tokens(length)] for length in (3, 3, 9)]
+            sequences.append([*sequences[-1][:-1], *tokens(30)])
+        sequences.append([*top, 5])
+    coordinates = 3 if hasattr(model.model, "get_rope_index") else 1
+    examples = by_hand(sequences, coordinates)
+    expected = [plain(model, example, []) for example in examples]
+    answers, counts = generate.greedy(model, examples, NEW, [])
+    assert answers == expected
+    assert counts.prompt == positions(examples) < counts.logical / 2
+    assert len({tuple(answer) for answer in expected}) > len(examples) // 2, "answers depend on the prompts"
 
 
 def test_no_prompt_no_answer() -> None:
