@@ -21,7 +21,7 @@ Parts = Callable[[BlockFile, Stored], nf4.Parts]
 
 @dataclass(frozen=True)
 class Choice:
-    """How weights are stored. dtype: of every tensor once it is read. double_quant: also the scales in 8 bits."""
+    """How weights are stored. dtype: of tensors once they are read. double_quant: also the scales in 8 bits."""
 
     weights: Weights
     dtype: torch.dtype
@@ -38,6 +38,8 @@ def place(model: PreTrainedModel, choice: Choice) -> tuple[BlockFile, ...]:
     for name, module in _modules(model).items():
         tensors = dict(module.state_dict())
         prefix = anatomy.name_of(module, model)
+        if model.dtype != choice.dtype:  # else a tensor that transformers keeps in float32 is kept so
+            tensors = {own: value.to(device="meta", dtype=choice.dtype) for own, value in tensors.items()}
         linear = _linears(module) if name.startswith("block.") else set()
         blocks.append(_file(name, prefix, tensors, linear, choice))
         left -= {f"{prefix}.{tensor}" for tensor in tensors}
@@ -72,13 +74,13 @@ def _file(name: str, module: str, tensors: dict[str, Tensor], linear: set[str], 
     for tensor, value in tensors.items():
         shape = tuple(value.shape)
         nf4_here = choice.weights == "nf4" and tensor in linear
-        shapes = nf4.part_shapes(shape, choice.double_quant) if nf4_here else {"data": (choice.dtype, shape)}
+        shapes = nf4.part_shapes(shape, choice.double_quant) if nf4_here else {"data": (value.dtype, shape)}
         parts = {}
         for part, (dtype, part_shape) in shapes.items():
             offset = aligned(end)
             parts[part] = PartSpec(offset, prod(part_shape) * dtype.itemsize, dtype, part_shape)
             end = offset + parts[part].nbytes
-        stored.append(Stored(tensor, shape, choice.dtype, "nf4" if nf4_here else "plain", parts))
+        stored.append(Stored(tensor, shape, value.dtype, "nf4" if nf4_here else "plain", parts))
     return BlockFile(name, module, aligned(end), "", tuple(stored))
 
 

@@ -159,17 +159,24 @@ def _safetensors(files: list[Path], skeleton: PreTrainedModel) -> Read:
         path, file = opened[key]
         try:
             tensor: Tensor = file.get_tensor(key)
-            return tensor.to(skeleton.dtype)
+            return tensor
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: {key} cannot be read: {error}") from error
 
-    return _converted(skeleton, opened, get, get_model_conversion_mapping(skeleton), files[0].parent)
+    def cast(key: str) -> Tensor:
+        return get(key).to(skeleton.dtype)
+
+    transforms = get_model_conversion_mapping(skeleton)
+    return _converted(skeleton, opened, get, cast, transforms, files[0].parent)
 
 
 def _converted(
-    skeleton: PreTrainedModel, keys: Iterable[str], get: Read, transforms: Sequence[Any], where: Path
+    skeleton: PreTrainedModel, keys: Iterable[str], get: Read, part: Read, transforms: Sequence[Any], where: Path
 ) -> Read:
-    """Reads a parameter of what `get` gives for the tensors `keys`, by renamings and conversions of transformers."""
+    """Reads a parameter of what the tensors `keys` hold, by renamings and conversions of transformers.
+
+    get: a tensor that is a parameter. part: one that conversions make parameters of.
+    """
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -186,10 +193,10 @@ def _converted(
         if pattern is None:
             if others:
                 raise UserError(f"{where}: {key} and {others[0][0]} are both {name}")
-            return get(key)
+            return get(key).to(state[name].dtype)
         converter = copy.deepcopy(converter_of[pattern])
         for source, source_pattern in wanted[name]:
-            converter.add_tensor(name, source, source_pattern, lambda source=source: get(source))
+            converter.add_tensor(name, source, source_pattern, lambda source=source: part(source))
         made: Any = converter.convert(name, model=skeleton, config=skeleton.config)[name]
         tensor: Tensor = made[0] if isinstance(made, list) else made  # as transformers' loader takes it
         return tensor
@@ -206,7 +213,11 @@ def _gguf(path: Path, skeleton: PreTrainedModel) -> Read:
         quantised, _, _ = get_gguf_plan(header, mapping)
         transforms = add_gguf_load_ops(mapping, quantised, header, skeleton.dtype)
         tensors = load_gguf_state_dict(header)
-        return _converted(skeleton, tensors, lambda key: tensors[key][...], transforms, path)
+
+        def get(key: str) -> Tensor:
+            return tensors[key][...]
+
+        return _converted(skeleton, tensors, get, get, transforms, path)
     file = gguf_config.reader()(path)
     from gguf import dequantize
 
