@@ -14,6 +14,7 @@ from configs import compose, runfolder
 from configs.console import make_app, print_json, run
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train.exports.cli import check_command, export_command
 from prefix_train.stream.cli import app as stream_app
 
 app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
@@ -22,6 +23,8 @@ bench_app = make_app("Measure. Example: prefix-train bench cpu --out cpu.json")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(stream_app, name="stream")
+app.command("export")(export_command)
+app.command("check")(check_command)
 
 Where = Annotated[Path, typer.Argument(help="Configuration (YAML) or run folder.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
@@ -245,19 +248,6 @@ def evaluate_command(
     if int(os.environ.get("RANK", "0")) == 0:
         lines = [*outcome.lines(found), *([f"predictions: {found['predictions']}"] if "predictions" in found else [])]
         answer(found, "\n".join(lines), as_json)
-
-
-@app.command("export")
-def export_command(
-    run_folder: RunFolder,
-    out: Annotated[Path | None, typer.Option(help="Folder to write; the run's own by default.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write the adapter in PEFT's format, or the whole model in transformers' where everything was trained."""
-    from prefix_train import review
-
-    found = review.export_run(run_folder, out)
-    answer(found, f"{found['folder']}: {found['tensors']} tensors, {found['parameters']:,} parameters", as_json)
 
 
 @app.command("report")

@@ -6,13 +6,16 @@ The folder is written aside, read back, compared tensor by tensor with what was 
 from __future__ import annotations
 
 import copy
+import glob
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
@@ -63,27 +66,49 @@ def export(
     """
     check_names(str(folder), trained, anatomy.trainable(model))
     check_plain(trained)
+    with aside(folder, run) as made:
+        adapted = isinstance(model, PeftModel)
+        if adapted:
+            _write_adapter(model, trained, made)
+        else:
+            _write_model(anatomy.find(model).base, processor, trained, made)
+        done = Exported(folder, digest(trained), len(trained), sum(tensor.numel() for tensor in trained.values()))
+        write_record(made, done, kind="adapter" if adapted else "model")
+    return done
+
+
+@contextmanager
+def aside(folder: Path, run: Path | None = None) -> Iterator[Path]:
+    """A new folder beside `folder`, which takes its place when the block has ended well, and else is gone.
+
+    What an export that was killed on this machine has left goes too. With `run` given, a process of an earlier life
+    raises StaleAttempt. Raises UserError where `folder` holds something that is no export.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a new folder")
     if folder.exists() and any(folder.iterdir()) and not (folder / RECORD).exists():
         raise UserError(f"{folder} holds something that is no export; name a new folder")
-    aside = folder.with_name(f".{folder.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    mine = f".{folder.name}.{os.uname().nodename}."
+    if folder.parent.is_dir():
+        for left in folder.parent.glob(f"{glob.escape(mine)}*.tmp"):
+            if not psutil.pid_exists(int(left.name.removeprefix(mine).split(".")[0])):
+                shutil.rmtree(left)
+    made = folder.with_name(f"{mine}{os.getpid()}.tmp")
+    made.mkdir(parents=True)
     try:
-        if isinstance(model, PeftModel):
-            _write_adapter(model, trained, aside)
-        else:
-            _write_model(anatomy.find(model).base, processor, trained, aside)
-        done = Exported(folder, digest(trained), len(trained), sum(tensor.numel() for tensor in trained.values()))
-        runfolder.write_json(
-            aside / RECORD, {"digest": done.digest, "tensors": done.tensors, "parameters": done.parameters}
-        )
-        _make_readable(aside)
+        yield made
+        _make_readable(made)
         if run is not None:
             runfolder.check_attempt(run)
-        _replace(folder, aside)
+        _replace(folder, made)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return done
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def write_record(folder: Path, done: Exported, **more: str) -> None:
+    """`export.json`: what was exported, by its digest; `kind` is adapter, model or merged."""
+    record = {"digest": done.digest, "tensors": done.tensors, "parameters": done.parameters}
+    runfolder.write_json(folder / RECORD, record | more)
 
 
 def from_checkpoint(folder: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -124,7 +149,7 @@ def _write_model(base: Any, processor: Any, trained: Mapping[str, Tensor], folde
     skeleton.save_pretrained(folder, state_dict={**trained, **state})
     processor.save_pretrained(folder)
     if base.config._name_or_path:
-        _copy_processor(Path(base.config._name_or_path), folder)
+        copy_processor(Path(base.config._name_or_path), folder)
     again, keys = type(base).from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
@@ -132,7 +157,7 @@ def _write_model(base: Any, processor: Any, trained: Mapping[str, Tensor], folde
     _compare(folder, dict(again.named_parameters()), trained)
 
 
-def _copy_processor(source: Path, folder: Path) -> None:
+def copy_processor(source: Path, folder: Path) -> None:
     """The source model's own processor files, to the byte: what this environment cannot load (video) is kept too."""
     for pattern in PROCESSOR_FILES:
         for file in source.glob(pattern):
@@ -153,10 +178,10 @@ def _compare(where: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tens
             raise TensorError(f"{where}: {name} is not what was written")
 
 
-def _replace(folder: Path, aside: Path) -> None:
-    """Put `aside` in the place of `folder`."""
-    old = aside.with_suffix(".old.tmp")
+def _replace(folder: Path, made: Path) -> None:
+    """Put `made` in the place of `folder`."""
+    old = made.with_suffix(".old.tmp")
     if folder.exists():
         folder.rename(old)
-    aside.rename(folder)
+    made.rename(folder)
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A run folder looked at again, after the run: verify, evaluate, export. From a checkpoint, anew."""
+"""A run folder looked at again, after the run: verify, evaluate. From a checkpoint, anew."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import re
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -160,11 +159,3 @@ def _losses(review: Review, heldout: Heldout, config: Config) -> dict[int, float
     train, dtype = config.train, models.DTYPES[config.model.dtype]
     root = models.Root(review.model, dtype, train.loss_chunk_rows, heldout.images, train.loss_chunk_words)
     return heldout.losses(root, review.ranks)
-
-
-def export_run(run: Path, folder: Path | None) -> dict[str, Any]:
-    """Write the adapter (PEFT's format) or the whole model (transformers') of a run; into the run folder by default."""
-    review = Review.of(run)
-    name = runfolder.ADAPTER if review.config.train.trainable == "adapter" else runfolder.WEIGHTS
-    written = export.export(review.model, review.processor, review.trained, folder or run / name)
-    return asdict(written) | {"folder": str(written.folder)}

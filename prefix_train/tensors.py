@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,10 +29,7 @@ def read_tensors(path: Path, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str
     try:
         with safe_open(path, framework="pt") as stored:
             check_names(str(path), stored.keys(), wanted)
-            for name, tensor in wanted.items():
-                shape = tuple(stored.get_slice(name).get_shape())
-                if shape != tuple(tensor.shape):
-                    raise TensorError(f"{path}: {name} has shape {shape}, the model's has {tuple(tensor.shape)}")
+            check_shapes(str(path), stored, wanted)
             for name, tensor in wanted.items():
                 whole = stored.get_tensor(name)
                 if whole.dtype != tensor.dtype:
@@ -49,6 +47,14 @@ def check_names(where: str, found: Iterable[str], wanted: Iterable[str]) -> None
             f"{where} does not hold exactly the {len(want)} trained tensors: "
             f"missing {_some(want - have)}, unexpected {_some(have - want)}"
         )
+
+
+def check_shapes(where: str, stored: Any, wanted: Mapping[str, Tensor]) -> None:
+    """Raise TensorError unless the open safetensors file `stored` has the shapes of `wanted`."""
+    for name, tensor in wanted.items():
+        shape = tuple(stored.get_slice(name).get_shape())
+        if shape != tuple(tensor.shape):
+            raise TensorError(f"{where}: {name} has shape {shape}, the model's has {tuple(tensor.shape)}")
 
 
 def check_plain(names: Iterable[str]) -> None:

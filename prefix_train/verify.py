@@ -62,8 +62,8 @@ def standalone(model: nn.Module, examples: Sequence[Example]) -> Half:
     return Half(found, _take_gradients(parameters))
 
 
-def _standalone_loss(model: nn.Module, example: Example) -> Tensor:
-    device = next(model.parameters()).device
+def standalone_inputs(example: Example, device: torch.device) -> dict[str, Any]:
+    """What an unpatched model is given to compute `example` alone."""
     ids = torch.from_numpy(example.ids.copy())[None].to(device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if example.images:
@@ -71,6 +71,13 @@ def _standalone_loss(model: nn.Module, example: Example) -> Tensor:
         inputs["pixel_values"] = torch.from_numpy(pixels).to(device)
         inputs["image_grid_thw"] = torch.tensor([image.grid for image in example.images], device=device)
         inputs["mm_token_type_ids"] = torch.from_numpy((example.keys < 0).astype(np.int64))[None].to(device)
+    return inputs
+
+
+def _standalone_loss(model: nn.Module, example: Example) -> Tensor:
+    device = next(model.parameters()).device
+    inputs = standalone_inputs(example, device)
+    ids = inputs["input_ids"]
     logits = model(**inputs).logits[0]
     predicted = torch.from_numpy(np.flatnonzero(example.target)).to(device)
     logits = logits[predicted - 1]

@@ -1,0 +1,219 @@
+"""The check of exports: passes what is right, and finds each thing that is wrong, by others' code alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs import runfolder
+from configs.errors import UserError
+from configs.schema import ModelConfig
+from prefix_train import export
+from prefix_train.exports import check
+from prefix_train.exports.merge import Merging
+from prefix_train.exports.run import check_export, export_run
+from tests import exported, tiny_text
+
+MERGED = Merging(shard_bytes=60_000)
+
+
+def run_in(tmp_path: Path, dtype: str = "float32", trainable: str = "adapter", build: bool = False) -> Path:
+    model = ModelConfig(path=None if build else str(exported.text_folder(tmp_path / "source")), dtype=dtype)
+    if build:
+        model = ModelConfig(build=tiny_text.BUILD, dtype=dtype)
+    return exported.run_of(tmp_path / "run", model, "", trainable, data=exported.heldout(tmp_path / "data.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "merging", "build"),
+    [
+        ("float32", "adapter", None, False),
+        ("float32", "adapter", MERGED, False),
+        ("bfloat16", "adapter", MERGED, False),
+        ("bfloat16", "all", MERGED, False),
+        ("float32", "all", None, True),
+        ("float32", "adapter", None, True),
+        ("bfloat16", "adapter", None, False),
+    ],
+)
+def test_what_was_exported_passes(
+    tmp_path: Path, dtype: str, trainable: str, merging: Merging | None, build: bool
+) -> None:
+    run = run_in(tmp_path, dtype, trainable, build)
+    done = export_run(run, merging=merging)
+    found = check_export(done.folder, run, 3)
+    assert found["passed"], found
+    assert (found["examples"], found["complaints"]) == (3, [])
+    assert found["rows"] > 3 * 5
+    if trainable == "adapter":
+        assert found["training_changed"] > 0.01
+    if merging is not None and dtype == "bfloat16":
+        assert 0 < found["difference"] <= found["bound"] < 0.1
+        assert found["bound"] == 1.5 * found["rounding_changes"] + check.BOUND
+    else:
+        assert found["difference"] < 1e-5 < found["bound"] <= check.BOUND
+    assert "passed" in check.table(found)
+
+
+def edit(path: Path, name: str, value: Any) -> None:
+    document = json.loads(path.read_text())
+    assert document[name] != value
+    path.write_text(json.dumps(document | {name: value}))
+
+
+def retold(folder: Path, name: str, how: Any) -> None:
+    """Change, or leave out, the first tensor whose name ends so."""
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        for key in [key for key in sorted(tensors) if key.endswith(name)][:1]:
+            made = how(tensors.pop(key))
+            save_file(tensors | ({} if made is None else {key: made}), path, metadata={"format": "pt"})
+            return
+    raise AssertionError(name)
+
+
+def moved(tensor: Tensor) -> Tensor:
+    return tensor + 0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor.dtype)
+
+
+ADAPTER = {
+    "one tensor changed": lambda folder: retold(folder, "lora_B.weight", moved),
+    "one tensor lost": lambda folder: retold(folder, "lora_B.weight", lambda tensor: None),
+    "another alpha": lambda folder: edit(folder / "adapter_config.json", "lora_alpha", 16),
+    "rank-stabilised scaling": lambda folder: edit(folder / "adapter_config.json", "use_rslora", True),
+    "a target missing": lambda folder: edit(
+        folder / "adapter_config.json",
+        "target_modules",
+        [
+            name
+            for name in json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+            if "o_proj" not in name
+        ],
+    ),
+}
+WHOLE = {
+    "one tensor changed": lambda folder: retold(folder, "o_proj.weight", moved),
+    "one tensor not merged": lambda folder: retold(
+        folder, "q_proj.weight", lambda tensor: load_one(folder.parent.parent / "source", "q_proj.weight")
+    ),
+    "another tokenizer": lambda folder: edit(folder / "tokenizer_config.json", "eos_token", "<|endoftext|>"),
+}
+
+
+def load_one(folder: Path, name: str) -> Tensor:
+    return next(
+        tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, tensor in load_file(path).items()
+        if key.endswith(name)
+    )
+
+
+@pytest.mark.parametrize("fault", ADAPTER)
+def test_a_fault_in_an_adapter_is_found(tmp_path: Path, fault: str) -> None:
+    run = run_in(tmp_path)
+    done = export_run(run)
+    ADAPTER[fault](done.folder)
+    found = check_export(done.folder, run, 2)
+    assert not found["passed"]
+    assert found["difference"] > 10 * found["bound"]
+    assert "FAILED" in check.table(found)
+
+
+@pytest.mark.parametrize("fault", ["one tensor changed", "one tensor not merged"])
+def test_a_fault_in_a_merged_model_is_found(tmp_path: Path, fault: str) -> None:
+    run = run_in(tmp_path)
+    done = export_run(run, merging=MERGED)
+    WHOLE[fault](done.folder)
+    found = check_export(done.folder, run, 2)
+    assert not found["passed"]
+    assert found["difference"] > 10 * found["bound"]
+    assert found["complaints"] == []
+
+
+def test_merging_with_a_wrong_scaling_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What read-back cannot see, for it compares with what was merged."""
+    run = run_in(tmp_path, "bfloat16")
+    from prefix_train.exports import merge
+
+    original = merge.changes_of
+
+    def wrong(*given: Any) -> dict[str, merge.Change]:
+        return {
+            name: merge.Lora(one.a, one.b, one.scaling / 2) if isinstance(one, merge.Lora) else one
+            for name, one in original(*given).items()
+        }
+
+    monkeypatch.setattr(merge, "changes_of", wrong)
+    done = export_run(run, merging=MERGED)
+    found = check_export(done.folder, run, 2)
+    assert not found["passed"]
+    assert found["difference"] > found["bound"]
+
+
+def test_another_chat_template_or_tokenizer_is_found(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    done = export_run(run, merging=MERGED)
+    (done.folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    found = check_export(done.folder, run, 1)
+    assert (found["passed"], found["complaints"]) == (False, ["the folder's chat template is another one"])
+
+
+def test_a_folder_that_does_not_load_fails_with_its_reason(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    done = export_run(run)
+    (done.folder / "adapter_model.safetensors").write_bytes(b"nothing")
+    found = check_export(done.folder, run, 1)
+    assert not found["passed"]
+    assert found["difference"] is None
+    assert found["complaints"][0].startswith("it does not load: ")
+
+
+def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    with pytest.raises(UserError, match=r"is no export: it has no export\.json"):
+        check_export(tmp_path / "source", run, 1)
+
+
+def test_the_checking_program_imports_nothing_of_ours() -> None:
+    """Also where the package is installed: the imports that it makes bring none of it along."""
+    program = f"import sys, runpy; runpy.run_path({str(check.ALONE)!r}, run_name='alone'); print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    loaded = set(ran.stdout.split())
+    assert {"transformers", "peft"} <= loaded
+    assert not {name for name in loaded if name.split(".")[0] in ("prefix_train", "configs", "slurm", "preflight")}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "prefix_train.cli", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_as_commands(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    done = command("export", str(run), "--merged", "--check", "--examples", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["check"]["passed"]
+    assert said["folder"] == str(run / "merged")
+    assert command("export", str(run)).returncode == 0
+    retold(run / "adapter", "lora_A.weight", moved)
+    failed = command("check", str(run / "adapter"))
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines()[-1] == "FAILED"
+    (run / "adapter").rename(tmp_path / "elsewhere")
+    lost = command("check", str(tmp_path / "elsewhere"))
+    assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
+    assert "say with --run RUN which run" in lost.stderr
+    for wrong in (["--weights", "store"], ["--merged", "--dtype", "int4"], ["--merged", "--weights", "hub"]):
+        assert command("export", str(run), *wrong).returncode == 2
+    assert (run / runfolder.MERGED / export.RECORD).is_file()
