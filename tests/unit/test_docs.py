@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from configs import compose, rules
+from configs import compose, rules, runfolder
 from docs import reference
+from slurm import finding, policy
 from tests import documents, documents_code
 from tests.documents import ROOT, Block
 
@@ -54,6 +58,47 @@ def test_pages_are_markdown_that_any_reader_shows() -> None:
     for page in PAGES:
         lines = page.read_text(encoding="utf-8").splitlines()
         assert not [line for line in lines if line.startswith(("!!! ", "??? ", "=== ", "::: "))], page
+
+
+def rows(page: str, header: str) -> list[list[str]]:
+    """Cells of the table of `page` whose first line begins with `header`."""
+    lines = (ROOT / "docs/guides" / page).read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {header} |"))
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def names(cells: list[str]) -> list[str]:
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_every_cause_and_every_class_is_told_once() -> None:
+    causes = names([row[0] for row in rows("own-cluster.md", "cause in `lives/`")])
+    assert sorted(causes) == sorted(policy.CAUSES)
+    classes = names([row[0] for row in rows("verdict.md", "class")])
+    assert sorted(classes) == sorted(get_args(finding.Kind))
+
+
+def test_what_follows_an_end_is_what_is_decided() -> None:
+    """Of a first life, with another node beside the one at fault, and again where that says something else."""
+    for cells in rows("own-cluster.md", "cause in `lives/`"):
+        for cause in names(cells[:1]):
+            life = policy.Life(0, "1", ("a", "b"), cause, update=1, culprits=("a",))  # type: ignore[arg-type]
+            decided = policy.decide([life], max_requeues=3, exclude_unfit=False)
+            told = cells[2].split(";")[0]
+            assert told.startswith("begin again") == decided.again, cause
+            assert ("without" in told and decided.again) == bool(decided.exclude), cause
+    gate = policy.Life(0, "1", ("a", "b"), "gate", culprits=("a",))
+    assert policy.decide([gate], max_requeues=3, exclude_unfit=True).exclude == ("a",)
+
+
+def test_everything_in_a_run_folder_is_told() -> None:
+    told = {
+        name.rstrip("/").split("/")[0] for name in names([cell for row in rows("first-run.md", "name") for cell in row])
+    }
+    wanted = {value for name, value in vars(runfolder).items() if name.isupper() and isinstance(value, str)}
+    assert len(wanted) > 15
+    assert wanted - told == set()
 
 
 # The reference.
