@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -63,7 +63,11 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 def describe(plan: Plan) -> str:
     """A plan in a few lines."""
-    s = summary(plan)
+    return told(summary(plan))
+
+
+def told(s: Mapping[str, Any]) -> str:
+    """The figures of `summary` in a few lines."""
     per_update, pairs, waste = s["packs_per_update"], s["visible_pairs"], s["waste"]
     tokens, counts = s["histogram"]["edges"], s["histogram"]["examples"]
     bars = "".join(BARS[-(-count * (len(BARS) - 1) // max(counts))] for count in counts)

@@ -142,7 +142,7 @@ def describe(planned: Planned, found: dict[str, Any]) -> str:
     if (more := len(found["skipped"]) - SHOWN) > 0:
         rows.append(("left out", f"{more:,} more: see --json"))
     return (
-        plan_summary.describe(planned.run.epoch(0))
+        plan_summary.told(found)
         + "".join(f"\n{name:<14}{text}" for name, text in rows)
         + near_misses.describe(planned.misses)
     )

@@ -14,8 +14,9 @@ from prefix_train.chat import shown
 from prefix_train.packing import Packer
 from prefix_train.tree import Forest, Ints
 
-NAMED = 20
-"""Beginnings that are listed."""
+NAMED, LEAST = 12, 0.001
+"""Beginnings that are listed: so many at most, and those that save less than such a part of all tokens only as the
+first."""
 
 FIRST = 24
 """Tokens of a beginning that are shown."""
@@ -86,6 +87,7 @@ def sizes(forest: Forest, min_shared: int, around: int) -> list[Size]:
 def summary(forest: Forest, sources: Sequence[str], text_of: Callable[[int, int, int], str]) -> dict[str, Any]:
     """What is shared, as JSON has it. text_of: (example, first token, how many) -> text."""
     found = beginnings(forest)
+    enough = LEAST * int(forest.lengths.sum())
     return {
         "part": shared_part(forest),
         "beginnings": len(found),
@@ -98,7 +100,8 @@ def summary(forest: Forest, sources: Sequence[str], text_of: Callable[[int, int,
                 "source": sources[one.first],
                 "text": text_of(one.first, one.start, min(FIRST, one.tokens)),
             }
-            for one in found[:NAMED]
+            for place, one in enumerate(found[:NAMED])
+            if not place or one.saves >= enough
         ],
     }
 

@@ -1,1 +1,1 @@
-"""A plan as one page: what is shared, the packs as trees, what is nearly shared, what does not fit. No torch here."""
+"""A plan as one page: what is shared, the packs as trees, what is nearly shared, what does not fit."""

@@ -184,7 +184,7 @@ def too_long(planned: Planned, found: Mapping[str, Any]) -> Table | None:
 
 
 def _advice(planned: Planned, too_long: Sequence[Mapping[str, Any]]) -> str:
-    return planning.advice(planned, too_long[0]["tokens"]) if too_long else ""
+    return planning.advice(planned, too_long[0]["tokens"]).replace("`", "") if too_long else ""
 
 
 def _filled(planned: Planned) -> Iterator[Pack]:

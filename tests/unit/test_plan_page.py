@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs import compose, console
 from configs.schema import Config
 from prefix_train import cli, planning, tiny
+from prefix_train.data import Examples
 from prefix_train.packing import Pack
+from prefix_train.plan import RunPlan
 from prefix_train.plan_page import page, trees
 from prefix_train.plan_page.trees import Bar, Tree
 from prefix_train.planning import Planned
@@ -152,23 +156,40 @@ def test_narrow_branches_are_drawn_together_and_none_is_lost() -> None:
         assert left[1] == right[0]
 
 
-def test_a_hundred_thousand_lengths_make_a_small_page_at_once(mixed: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide packs of two levels, and the deepest tree of narrow segments."""
-    _, _, found, made = shown(mixed)
-    for forest in (two_levels(examples=100_000), forest_of([tuple(range(n)) for n in range(1, 400)])):
-        plan = planned(forest, ranks=1, max_positions=400_000, packs_per_update=1)
-        begin = time.process_time()
-        pictures = [
-            trees.draw(f"p{n}", "Pack", pack, lambda segment: "x" * 300)
-            for n, pack in zip(range(page.PACKS), plan.packs, strict=False)
-        ]
-        assert time.process_time() - begin < 10
-        assert sum(len(picture.svg) for picture in pictures) < 1_500_000
-    many = [f"d.jsonl:{n}: {'x' * 1000}" for n in range(100_000)]
-    monkeypatch.setattr(made.examples, "skipped", many)
-    text = page.render(made, {**found, "skipped": many})
-    assert len(text) < 200_000
+def test_a_hundred_thousand_examples_make_a_small_page_in_seconds(
+    mixed: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after the plan: sharing, packs of other sizes, the page. Every line of the data is long or bad."""
+    _, _, _, small = shown(mixed)
+    forest, count = two_levels(examples=100_000), 100_000
+    index = replace(
+        small.index,
+        sources=tuple(f"{'x' * 300}.jsonl:{n}" for n in range(count)),
+        targets=np.ones(count, np.int64),
+        fingerprints=np.zeros(count, np.uint64),
+        forest=forest,
+    )
+    plan = planned(forest, ranks=1, max_positions=400_000, packs_per_update=1)
+    bad = [f"d.jsonl:{n}: {'x' * 1000}" for n in range(count)]
+    examples = Examples(small.examples, bad, [(f"d.jsonl:{n}", 5000 + n) for n in range(count)])
+    made = replace(small, index=index, run=RunPlan(lambda epoch: plan, 1), examples=examples)
+    monkeypatch.setattr(Planned, "text_of", lambda self, example, start, length: "x" * 300)
+    begin = time.process_time()
+    found = planning.summary(made)
+    middle = time.process_time()
+    text = page.render(made, found)
+    assert (middle - begin, time.process_time() - middle) < (10, 10)
+    assert len(text.encode()) < 1_000_000
     assert "99,960 more are not shown" in text
+    assert len(planning.describe(made, found)) < 20_000
+    Page(text)
+
+
+def test_the_deepest_tree_of_narrow_segments_is_a_small_picture() -> None:
+    forest = forest_of([tuple(range(20 * n)) for n in range(1, 200)])
+    (pack, *_) = planned(forest, ranks=1, max_positions=400_000, packs_per_update=1).packs
+    assert max(map(len, pack.paths)) > 100
+    assert len(trees.draw("p", "Pack", pack, lambda segment: "x" * 300).svg) < 100_000
 
 
 def test_white_space_that_differs_is_seen(tmp_path: Path) -> None:
