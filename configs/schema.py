@@ -38,8 +38,8 @@ class DataConfig:
     """Where the examples are and what to do with bad ones."""
 
     train: str = ""
-    """Training examples: a chat JSONL file, a parquet file, a folder of them, a folder saved by `datasets`, or a folder of
-    prompts (`prefix_train/prompts.py` says what that is). Relative paths are relative to the working folder at
+    """Training examples: a chat JSONL file, a parquet file, a folder of them, a folder saved by `datasets`, or a folder
+    of prompts (`prefix_train/prompts.py` says what that is). Relative paths are relative to the working folder at
     submit."""
     heldout: str | None = None
     """The same for held-out examples."""
