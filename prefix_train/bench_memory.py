@@ -7,20 +7,21 @@ Two, since the optimizer's moments exist from the first one's end on; the save, 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from prefix_train import budget, checkpoint, kernels
+from prefix_train import bench_rows, budget, checkpoint, kernels
 from prefix_train.bench_measure import Row, Watch
-from prefix_train.bench_pack import Case
+from prefix_train.bench_pack import Case, require_gpu
 from prefix_train.dist import Ranks
 from prefix_train.plan import Cursor
 from prefix_train.step import update
@@ -80,6 +81,25 @@ class Peaks(Watch):
             torch.cuda.reset_peak_memory_stats(self.device)
 
 
+def bench(case: Case, out: Path, snapshot: Path | None = None) -> dict[str, Any]:
+    """`record` in a process of its own; `out` has what is known so far. Raises UserError where there is no GPU for a
+    geometry of this size or `out` cannot be written, RuntimeError where the process does not end well."""
+    require_gpu(case.config())
+    bench_rows.write(out, {})
+    given = {**asdict(case), "snapshot": None if snapshot is None else str(snapshot)}
+    program = [sys.executable, "-m", "prefix_train.bench_memory", json.dumps(given)]
+    found: dict[str, Any] = {}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                found = json.loads(line)
+                bench_rows.write(out, found)
+    if running.returncode:
+        raise RuntimeError(f"the recording process ended with status {running.returncode}; {out} has what it told")
+    return found
+
+
 def record(
     case: Case,
     device: torch.device,
@@ -125,10 +145,9 @@ def record(
 
 
 @contextmanager
-def _recorded(device: torch.device, snapshot: Path | None) -> Any:
+def _recorded(device: torch.device, snapshot: Path | None) -> Iterator[None]:
     if snapshot is None or device.type != "cuda":
-        with nullcontext():
-            yield
+        yield
         return
     torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
@@ -156,7 +175,7 @@ def main() -> None:
     """Record the case that the command line gives; what is known is the last line."""
     told = json.loads(sys.argv[1])
     snapshot = told.pop("snapshot", None)
-    case = replace(Case(**{**told, "overrides": tuple(told["overrides"])}), profile=False)
+    case = Case(**{**told, "overrides": tuple(told["overrides"])})
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
     def tell(found: dict[str, Any]) -> None:

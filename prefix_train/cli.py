@@ -326,6 +326,28 @@ def bench_pack_command(
     answer(found, bench_rows.text(found), as_json)
 
 
+@bench_app.command("memory")
+def bench_memory_command(
+    geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3.6-27b",
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the shared prefix.")] = 64_000,
+    continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "80x1000",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the geometry has.")] = None,
+    out: Annotated[Path, typer.Option(help="JSON file for what is recorded.")] = Path("bench-memory.json"),
+    snapshot: Annotated[Path | None, typer.Option(help="File for what the allocator did, as torch dumps it.")] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Memory of two updates and of the save after them, moment by moment, beside what was predicted."""
+    from prefix_train import bench_memory, bench_pack
+
+    count, length = bench_pack.continuations(continuations)
+    case = bench_pack.Case(geometry, prefix, count, length, layers, overrides=tuple(overrides or ()))
+    found = bench_memory.bench(case, out, snapshot)
+    answer(found, bench_memory.text(found), as_json)
+    if not found.get("passed", True):
+        raise typer.Exit(1)
+
+
 @bench_app.command("stream")
 def bench_stream_command(
     store: Annotated[Path, typer.Option(help="Store of `prefix-train stream build --random GEOMETRY`.")],

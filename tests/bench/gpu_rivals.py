@@ -62,8 +62,8 @@ def theirs(policy: Any, sizes: Sizes, of: Sequence[Tensor], layout: Layout) -> T
     chunk_rule = importlib.import_module(rule).chunk_gated_delta_rule
     mixed, weight, g, beta = of
     plan = plan_of(layout, tree)
-    width = weight.shape[1]
-    convolved = tree.tree_conv(convs.fla_conv(causal_conv1d, weight, None, "silu"), mixed[None], plan, width)
+    kind = convs.fla_conv if layout.device.type == "cuda" else convs.channels_first_conv
+    convolved = tree.tree_conv(kind(causal_conv1d, weight, None, "silu"), mixed[None], plan, weight.shape[1])
     inputs = [*parted(convolved, sizes), g, beta]
     out: Tensor = tree.tree_scan(scans.gated_delta_rule_scan(chunk_rule), inputs, plan, policy=policy)
     return out

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from prefix_train import bench_memory, budget
 from prefix_train.bench_memory import Peaks, record
 from prefix_train.bench_pack import Case
+from prefix_train.cli import app
 
 CPU = torch.device("cpu")
 TINY = str(Path(__file__).parents[1] / "data" / "tiny-geometry.yaml")
@@ -64,3 +66,12 @@ def test_nothing_is_judged_without_an_allocator() -> None:
     found = record(CASE, CPU)
     assert found["peak_gib"] == 0
     assert "passed" not in found
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "memory.json"
+    arguments = ["bench", "memory", "--geometry", TINY, "--prefix", "60", "--continuations", "3x11", "--out", str(out)]
+    done = CliRunner().invoke(app, [*arguments, "memory.offload=auto"])
+    assert done.exit_code == 0, done.output
+    assert "update 2, backward" in done.output
+    assert len(json.loads(out.read_text())["moments"]) == 9
