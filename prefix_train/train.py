@@ -52,7 +52,9 @@ def main(run: Path) -> int:
         if closing is None:
             return runfolder.STOPPED
         beat.phase("evaluate")
-        gc.collect()  # what trained is no longer needed, and the memory is
+        gc.collect()  # what trained is no longer needed, and its memory is
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
         ready = outcome.restored(config, closing, ranks)
     if rank == 0:
         for line in outcome.lines(outcome.write(run, config, closing, ready, ranks.device)):

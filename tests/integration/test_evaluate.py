@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config, DataConfig, EvaluateConfig, ModelConfig, PackConfig, TrainConfig
 from prefix_train import cli, dist, evaluate, metrics, outcome, review, tiny, train
+from prefix_train import model as models
 from prefix_train.heldout import Heldout
 from prefix_train.render import Renderer
 from tests import lives
@@ -167,6 +169,23 @@ def test_the_result_has_every_metric_and_the_predictions(done: Path) -> None:
         assert 1 <= line["tokens"] <= 4
     assert sum(line["loss"] for line in found) / 7 == pytest.approx(result["heldout_loss"])
     assert result["generated"]["prompt"] < result["generated"]["logical"] / 2
+
+
+def test_what_trained_is_gone_before_answers_are_written(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory, on the device and pinned, is needed for a whole model on every rank."""
+    alive: list[Any] = []
+    restored = outcome.restored
+
+    def look(*arguments: Any) -> Any:
+        alive.extend(one for one in gc.get_objects() if type(one) in (train.Life, models.Root))
+        return restored(*arguments)
+
+    monkeypatch.setattr(outcome, "restored", look)
+    config = replace(options(data, metrics=["exact"]), train=TrainConfig(updates=1))
+    assert train.main(make_run(tmp_path / "run", config)) == 0
+    assert not alive
 
 
 def test_evaluate_again_says_the_same(run: Path, done: Path, capsys: pytest.CaptureFixture[str]) -> None:
