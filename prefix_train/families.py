@@ -195,10 +195,8 @@ def find_parts(model: nn.Module) -> Parts:
         if family.kind(module) == family.decoder and _defined_in(module, family)
     ]
     if len(found) != 1:
-        raise NotExact(
-            f"{type(model).__name__}: {len(found) or 'no'} language models of a known family in it, not one; "
-            f"{_first_layer(model)}; known are {', '.join(FAMILIES)}"
-        )
+        what = "is of no family that is known to be exact over a tree" if not found else "holds several language models"
+        raise NotExact(f"{type(model).__name__} {what}; {_first_layer(model)}; known are {', '.join(FAMILIES)}")
     family, decoder_name, decoder = found[0]
     entrances = {}
     for name, module in model.named_modules():

@@ -215,7 +215,8 @@ def _gguf(path: Path, skeleton: PreTrainedModel) -> Read:
         tensors = load_gguf_state_dict(header)
 
         def get(key: str) -> Tensor:
-            return tensors[key][...]
+            tensor: Tensor = tensors[key][...]
+            return tensor
 
         return _converted(skeleton, tensors, get, get, transforms, path)
     file = gguf_config.reader()(path)
