@@ -169,6 +169,10 @@ def _choices(config: Config) -> Iterator[str]:
         yield f"memory.keep_attention={keep} with memory.recompute=false: everything is kept; set it to none"
 
 
+ON_ANY_DEVICE = {"model.attention": ("auto", "merged", "dense"), "model.deltanet": ("auto", "reference")}
+"""Kernels that need no GPU; of `auto` some are such."""
+
+
 def _shape(config: Config) -> Iterator[str]:
     """Ranks, nodes and devices fit each other."""
     slurm, packs = config.slurm, config.pack.packs_per_update
@@ -183,9 +187,9 @@ def _shape(config: Config) -> Iterator[str]:
             "there is one rank per GPU, so give both the same number"
         )
     if not slurm.gpus_per_node:
-        for key, needs in (("model.attention", "flex"), ("model.deltanet", "fla")):
-            if attrgetter(key)(config) == needs:
-                yield f"{key}={needs} needs GPUs: give slurm.gpus_per_node, or set {key}=auto"
+        for key, elsewhere in ON_ANY_DEVICE.items():
+            if (kernels := attrgetter(key)(config)) not in elsewhere:
+                yield f"{key}={kernels} needs GPUs: give slurm.gpus_per_node, or set {key}=auto"
 
 
 def _streaming(config: Config) -> Iterator[str]:

@@ -26,8 +26,10 @@ class ModelConfig:
     attention: Literal["auto", "merged", "joined", "flex", "dense"] = "auto"
     """Kernels of tree attention: merged dense pieces, the same pieces joined in one pass (CUDA and Triton only),
     FlexAttention (CUDA only), or the dense reference."""
-    deltanet: Literal["auto", "reference", "fla"] = "auto"
-    """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only)."""
+    deltanet: Literal["auto", "reference", "fla", "fla_segments", "fla_cuda"] = "auto"
+    """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only), and with these three
+    ways to its convolution: over a buffer in which each segment follows a copy of what it reads before it; of each
+    segment by itself (`fla_segments`); or by causal-conv1d (`fla_cuda`)."""
     elementwise: Literal["auto", "torch", "liger"] = "auto"
     """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only); `auto`: Liger's where
     it is installed."""
@@ -80,6 +82,10 @@ class AdapterConfig:
     """LoRA's alpha: the update is scaled by alpha / rank."""
     dropout: float = 0.0
     """Dropout on an adapter's input, drawn from (run, update, pack, layer, module)."""
+    masks: Literal["drawn", "counted"] = "drawn"
+    """`drawn`: torch's generator writes each mask. `counted`: each entry is a function of the same names, its row and
+    its column (Philox), which rounds `dropout` to a multiple of 2^-16; on a GPU with Triton products compute it in
+    registers and nothing is written. The two draw different masks: a run keeps to its own."""
     targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"])
     """Names of the linear modules of the language model that get an adapter. Of a model of experts that is the shared
     expert, never the others; for `qwen3_next` leave `gate_proj`, `up_proj` and `down_proj` out."""

@@ -48,7 +48,7 @@ def attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftMode
             ) from error
     _refuse_other_targets(model, names)
     if config.dropout > 0:
-        _seed_dropouts(adapted)
+        _seed_dropouts(adapted, config.masks == "counted")
     return adapted
 
 
@@ -82,9 +82,9 @@ def _ends_in(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def _seed_dropouts(adapted: PeftModel) -> None:
+def _seed_dropouts(adapted: PeftModel, counted: bool) -> None:
     """Replace PEFT's dropouts, which draw from the running generator, by seeded ones."""
     for name, module in adapted.named_modules():
         if isinstance(module, LoraLayer):
             for adapter, dropout in module.lora_dropout.items():
-                module.lora_dropout[adapter] = SeededDropout(dropout.p, name)
+                module.lora_dropout[adapter] = SeededDropout(dropout.p, name, counted)

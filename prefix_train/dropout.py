@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from prefix_train import counted
+
 BLOCK = 2048
 """Rows whose masks come from one seed."""
 
@@ -22,34 +24,51 @@ class SeededDropout(nn.Module):
 
     `draw` names (run, update, pack) and is set before each forward by the layer that owns the module. Raises
     RuntimeError in training where it was not: a mask would come from nowhere. `first_row`, a multiple of BLOCK: where
-    the rows of the next inputs begin in the pack.
+    the rows of the next inputs begin in the pack. counted: its masks are those of `counted`, by which p is rounded.
     """
 
-    def __init__(self, p: float, place: str) -> None:
+    def __init__(self, p: float, place: str, counted: bool = False) -> None:
         super().__init__()
-        self.p, self.place = p, place
+        self.p, self.place, self.counted = p, place, counted
         self.draw: str | None = None
         self.first_row = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`inputs`: [..., D]; rows are all dimensions but the last."""
         keep = self.keep(inputs)
-        return inputs if keep is None else inputs * keep / (1 - self.p)
+        return inputs if keep is None else inputs * keep / (1 - self.dropped)
 
     def keep(self, inputs: Tensor) -> Tensor | None:
         """Which entries stay: ones and zeros of the inputs' shape and dtype; None where all do."""
         if not self.training or self.p == 0:
             return None
-        if self.draw is None:
-            raise RuntimeError(f"{self.place}: dropout without a draw (run, update, pack)")
+        draw = self._require_draw()
+        if self.counted:
+            columns = inputs.shape[-1]
+            stays = counted.keep(self.drawn(), inputs.numel() // columns, columns, inputs.device)
+            return stays.view(inputs.shape).to(inputs.dtype)
         keep = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         first, odd = divmod(self.first_row, BLOCK)
         if odd:
             raise ValueError(f"{self.place}: rows from {self.first_row} on do not begin a block of {BLOCK}")
         for block, part in enumerate(torch.split(keep.view(-1, keep.shape[-1]), BLOCK), first):
-            generator = torch.Generator(inputs.device).manual_seed(seed_of(self.draw, self.place, str(block)))
+            generator = torch.Generator(inputs.device).manual_seed(seed_of(draw, self.place, str(block)))
             part.bernoulli_(1 - self.p, generator=generator)
         return keep
+
+    def drawn(self) -> counted.Draw:
+        """What a counted mask is drawn from."""
+        return counted.Draw(seed_of(self._require_draw(), self.place), self.first_row, counted.least_of(self.p))
+
+    @property
+    def dropped(self) -> float:
+        """Share of the entries that are dropped."""
+        return counted.least_of(self.p) / (1 << counted.BITS) if self.counted else self.p
+
+    def _require_draw(self) -> str:
+        if self.draw is None:
+            raise RuntimeError(f"{self.place}: dropout without a draw (run, update, pack)")
+        return self.draw
 
     def extra_repr(self) -> str:
         """Shown in the model's print."""

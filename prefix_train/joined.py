@@ -38,12 +38,13 @@ class Tables:
     tiles: [programs, 2], segment and first row in it, for ROWS rows that lie in one segment.
     segments: [S, 6], first token; tokens; block, and place in it; parent, -1 for a root; rectangle in which the
     segment's descendants read it, -1 where it has none. Blocks and rectangles are counted as the layout has them.
+    depth: most ancestors of a segment.
     """
 
-    __slots__ = ("segments", "tiles")
+    __slots__ = ("depth", "segments", "tiles")
 
-    def __init__(self, tiles: Tensor, segments: Tensor) -> None:
-        self.tiles, self.segments = tiles, segments
+    def __init__(self, tiles: Tensor, segments: Tensor, depth: int) -> None:
+        self.tiles, self.segments, self.depth = tiles, segments, depth
 
 
 _tables: WeakKeyDictionary[Layout, Tables] = WeakKeyDictionary()
@@ -82,7 +83,8 @@ def tables(layout: Layout) -> Tables:
         segment = np.repeat(np.arange(len(lengths)), count)
         first = (np.arange(len(segment)) - np.repeat(np.cumsum(count) - count, count)) * ROWS
         tiles = np.stack([segment, first], 1)
-        _tables[layout] = Tables(*(_send(torch.from_numpy(x), layout.device) for x in (tiles, segments)))
+        sent = (_send(torch.from_numpy(x), layout.device) for x in (tiles, segments))
+        _tables[layout] = Tables(*sent, depth=max(layout.depths))
     return _tables[layout]
 
 

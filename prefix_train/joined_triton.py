@@ -14,9 +14,9 @@ from prefix_train.joined import ROWS, Tables
 def _read(entry, batch, head, rows, some, columns, OUT: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     """[ROWS, D] of the piece whose address and strides are at `entry`."""
     begin = tl.multiple_of(tl.load(entry).to(tl.pointer_type(OUT)), 16)
-    of_batch, of_head = tl.load(entry + 1), tl.load(entry + 2)
+    of_batch, of_head = tl.multiple_of(tl.load(entry + 1), ALIGN), tl.multiple_of(tl.load(entry + 2), ALIGN)
     of_row = tl.multiple_of(tl.load(entry + 3), ALIGN)
-    at = begin + tl.multiple_of(batch * of_batch + head * of_head, ALIGN)
+    at = begin + batch * of_batch + head * of_head
     return tl.load(at + rows[:, None] * of_row + columns[None, :], mask=some, other=0.0).to(tl.float32)
 
 
@@ -30,12 +30,12 @@ def _read_lse(entry, batch, head, rows, some):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _join_kernel(  # type: ignore[no-untyped-def]
     pieces, tiles, segments, out, lse, blocks, of_head, of_row, lse_head, size,
-    WEIGHED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
+    WEIGHED: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     segment, first = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
     mine = segments + 6 * segment
-    start, length, parent = tl.load(mine), tl.load(mine + 1), tl.load(mine + 4)
+    start, length = tl.load(mine), tl.load(mine + 1)
     rows, columns = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     real = rows < length
     some = real[:, None] & (columns < size)[None, :]
@@ -44,21 +44,23 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     if WEIGHED:
         most = _read_lse(entry, batch, head, rows, real)
         weight = tl.full([ROWS], 1.0, tl.float32)
-    node = parent
-    while node >= 0:
-        above = segments + 6 * node
+    node = tl.load(mine + 4)
+    for _ in range(DEPTH):  # not a `while`: in one Triton sees no alignment and reads element by element
+        here = real & (node >= 0)
+        above = segments + 6 * tl.maximum(node, 0)
         entry = pieces + 8 * (blocks + tl.load(above + 5))
         there = start + rows - (tl.load(above) + tl.load(above + 1))
-        part = _read(entry, 0, head, there, some, columns, out.dtype.element_ty, ALIGN)
+        within = here[:, None] & (columns < size)[None, :]
+        part = _read(entry, 0, head, there, within, columns, out.dtype.element_ty, ALIGN)
         if WEIGHED:
-            its = _read_lse(entry, 0, head, there, real)
+            its = tl.where(here, _read_lse(entry, 0, head, there, here), float("-inf"))
             larger = tl.maximum(most, its)
             before, now = tl.exp(most - larger), tl.exp(its - larger)
             total = total * before[:, None] + part * now[:, None]
             weight, most = weight * before + now, larger
         else:
             total += part
-        node = tl.load(above + 4)
+        node = tl.where(node >= 0, tl.load(above + 4), -1)
     if WEIGHED:
         total = total / weight[:, None]
         tl.store(lse + head * lse_head + start + rows, most + tl.log(weight), mask=real)
@@ -97,7 +99,8 @@ def join(addresses: Tensor, blocks: int, tables: Tables, out: Tensor, lse: Tenso
         _join_kernel[(len(tables.tiles), out.shape[1])](
             addresses, tables.tiles, tables.segments, out, lse, blocks, out.stride(1), out.stride(2),
             0 if lse is None else lse.stride(1), size,
-            WEIGHED=lse is not None, ROWS=ROWS, WIDTH=triton.next_power_of_2(size), ALIGN=16 // out.element_size(),
+            WEIGHED=lse is not None, DEPTH=tables.depth, ROWS=ROWS, WIDTH=triton.next_power_of_2(size),
+            ALIGN=16 // out.element_size(),
         )  # fmt: skip
 
 

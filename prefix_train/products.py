@@ -15,6 +15,7 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from prefix_train import counted
 from prefix_train.dropout import SeededDropout
 
 
@@ -57,14 +58,21 @@ class Product:
         return not off
 
     def forward(self, x: Tensor, weights: Weights, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """[n, in] -> [n, out], and the rank-wide product [n, rank] that backward wants. Without a graph."""
+        """[n, in] -> [n, out], and the rank-wide product [n, rank] that backward wants. Without a graph.
+
+        The adapter's part is written first: the large product adds to it as it writes, which costs next to nothing.
+        """
         weight, bias, a, b = weights
-        out = torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
         if a is None or b is None:
+            out = torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
             return out, None
-        keep, scale = self._mask(x)
-        low = (x if keep is None else x * keep) @ a.mT
-        return out.addmm_(low, b.mT, alpha=scale), low
+        out = x.new_empty(len(x), len(weight)) if out is None else out
+        low = self._low(x, a)
+        if bias is None:
+            out.addmm_(low, b.mT, beta=0, alpha=self._scale())
+        else:
+            torch.addmm(bias, low, b.mT, alpha=self._scale(), out=out)
+        return out.addmm_(x, weight.mT), low
 
     def backward(
         self, grad: Tensor, x: Tensor, low: Tensor | None, weights: Weights, into: Tensor | None, more: bool = False
@@ -74,22 +82,51 @@ class Product:
         grad: [n, out]. low: what forward gave; None: made again. more: add to what is in `into`.
         """
         weight, _, a, b = weights
+        found = None
+        if a is not None and b is not None:
+            low = self._low(x, a) if low is None else low
+            scale = self._scale()
+            found = self._back((grad @ b).mul_(scale), x, a, into, more), (grad.mT @ low).mul_(scale)
+            more = True
         if into is not None:
-            into.addmm_(grad, weight) if more else torch.mm(grad, weight, out=into)
-        if a is None or b is None:
-            return None
-        keep, scale = self._mask(x)
-        dropped = x if keep is None else x * keep
-        low = dropped @ a.mT if low is None else low
-        up = grad @ b
-        if into is not None:
-            into.addmm_(up, a, alpha=scale) if keep is None else into.addcmul_(up @ a, keep, value=scale)
-        return (up.mT @ dropped).mul_(scale), (grad.mT @ low).mul_(scale)
+            into.addmm_(grad, weight, beta=int(more))
+        return found
 
-    def _mask(self, x: Tensor) -> tuple[Tensor | None, float]:
+    def _low(self, x: Tensor, a: Tensor) -> Tensor:
+        """[n, rank], of what dropout leaves of x."""
+        if (draw := self._in_registers(x, a)) is not None:
+            return counted.down(x, a, draw)
+        keep = self._keep(x)
+        return (x if keep is None else x * keep) @ a.mT
+
+    def _back(self, up: Tensor, x: Tensor, a: Tensor, into: Tensor | None, more: bool) -> Tensor:
+        """Gradient of a; that of x through it is put into `into`. up: [n, rank], that of the rank-wide product."""
+        if (draw := self._in_registers(x, a)) is not None:
+            return counted.back(up, x, a, draw, into, more)
+        keep = self._keep(x)
+        if into is not None and keep is None:
+            into.addmm_(up, a, beta=int(more))
+        elif into is not None and keep is not None:
+            into.addcmul_(up @ a, keep) if more else torch.mul(up @ a, keep, out=into)
+        return up.mT @ (x if keep is None else x * keep)
+
+    @property
+    def _drops(self) -> bool:
+        return self.dropout is not None and self.dropout.training and self.dropout.p > 0
+
+    def _in_registers(self, x: Tensor, a: Tensor) -> counted.Draw | None:
+        """What the mask is drawn from, where kernels draw it themselves."""
+        if self.dropout is None or not self._drops or not self.dropout.counted or not counted.in_registers(x, a):
+            return None
+        return self.dropout.drawn()
+
+    def _keep(self, x: Tensor) -> Tensor | None:
+        return None if self.dropout is None else self.dropout.keep(x)
+
+    def _scale(self) -> float:
+        """Of the adapter, and of the entries that stay."""
         scaling = float(self.module.scaling[self.name])
-        keep = None if self.dropout is None else self.dropout.keep(x)
-        return keep, scaling if keep is None or self.dropout is None else scaling / (1 - self.dropout.p)
+        return scaling / (1 - self.dropout.dropped) if self.dropout is not None and self._drops else scaling
 
 
 def knows(module: Any) -> bool:

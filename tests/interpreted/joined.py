@@ -75,15 +75,13 @@ def test_log_sum_exp_and_layout_of_memory() -> None:
     assert trees.relative(lse, wanted_lse) < 1e-6
 
 
-def test_another_chains_pieces_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault: a segment's rectangle is taken for another one's."""
+def test_a_forgotten_piece_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: nobody reads the first node of its root path."""
     layout = Layout.from_tree(*trees.FIVE_DEEP)
     of, grad = inputs(layout, torch.float32), weights(layout)
     right = joined.tables(layout)
-    wrong = right.segments.clone()
-    readers = wrong[:, 5] >= 0
-    wrong[readers, 4] = wrong[readers, 4].clamp(max=-1)
-    monkeypatch.setattr(joined, "tables", lambda _: joined.Tables(right.tiles, wrong))
+    wrong = joined.Tables(right.tiles, right.segments, right.depth - 1)
+    monkeypatch.setattr(joined, "tables", lambda _: wrong)
     found = with_gradients(tree_attention(*of, layout, SCALE, "joined"), of, grad)
     assert trees.relative(found[0], truth(layout, of, grad)[0]) > 0.01
 

@@ -149,10 +149,11 @@ class Products(TorchDispatchMode):
         self.rows: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.mm:
-            name, shape = self.weights.get(args[1].data_ptr(), (None, None))
-            if name is not None and args[1].shape == shape:
-                self.rows[name] += len(args[0])
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            left, right = args[-2:]
+            name, shape = self.weights.get(right.data_ptr(), (None, None))
+            if name is not None and right.shape == shape:
+                self.rows[name] += len(left)
         return func(*args, **(kwargs or {}))
 
 
