@@ -127,8 +127,8 @@ def describe(planned: Planned, found: dict[str, Any]) -> str:
     if planned.made_up:
         rows.append(("pack size", f"pack.max_positions is not given; planned with {pack.max_positions:,}"))
     for size in found["sizes"]:
-        ratio = f"{logical / size['positions']:.1f} times fewer positions in {size['packs']:,} packs at least"
-        rows.append((f"  {size['max_positions']:,}", ratio))
+        ratio = f"{logical / size['positions']:.1f} times fewer positions, {size['packs']:,} packs at least"
+        rows.append(("packs of", f"{size['max_positions']:,}: {ratio}"))
     if (too_long := found["too_long"])["examples"]:
         longest = too_long["longest"][0]
         rows.append(

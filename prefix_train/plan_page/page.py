@@ -23,6 +23,9 @@ from prefix_train.results.tables import Table
 PACKS = 4
 """Packs that are drawn, the first of the epoch."""
 
+MISSES, VARIANTS = 8, 8
+"""Near misses that are shown, those that would save most, and the texts of each that most examples have."""
+
 LONGEST = 20
 """Examples that the table of the longest has."""
 
@@ -76,7 +79,8 @@ def render(planned: Planned, found: dict[str, Any]) -> str:
         sizes=sizes(found) if found["sizes"] else None,
         packs=[_pack(planned, place, pack) for place, pack in enumerate(islice(_filled(planned), PACKS))],
         pack_count=found["packs"],
-        misses=[miss(one) for one in found["near_misses"]],
+        misses=[miss(one) for one in found["near_misses"][:MISSES]],
+        more_misses=max(0, len(found["near_misses"]) - MISSES),
         longest=longest(planned),
         too_long=too_long(planned, found["too_long"]),
         advice=_advice(planned, found["too_long"]["longest"]),
@@ -147,7 +151,8 @@ def sizes(found: Mapping[str, Any]) -> Table:
 def miss(found: Mapping[str, Any]) -> Miss:
     """A near miss, as the page has it."""
     variants = tuple(
-        Variant(_spelt(_cut(one["text"])), one["examples"], ", ".join(one["sources"])) for one in found["variants"]
+        Variant(_spelt(_cut(one["text"])), one["examples"], ", ".join(one["sources"]))
+        for one in found["variants"][:VARIANTS]
     )
     words = (
         f"{found['examples']:,} examples differ in {found['variant_count']:,} short texts after "

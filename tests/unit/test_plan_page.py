@@ -101,6 +101,18 @@ def test_the_page_tells_what_the_plan_found_and_needs_nothing_else(mixed: Config
     ]
 
 
+def test_of_many_near_misses_those_that_save_most_are_shown(mixed: Config) -> None:
+    _, _, found, made = shown(mixed)
+    (one, *_) = found["near_misses"]
+    many = [{**one, "saves": 1000 - n, "variants": one["variants"] * 5, "variant_count": 99} for n in range(20)]
+    page_of_many = Page(page.render(made, {**found, "near_misses": many}))
+    words = " ".join(page_of_many.texts)
+    assert words.count("positions would be saved") == page.MISSES
+    assert "1,000 positions would be saved" in words
+    assert "12 more, which would save less" in words
+    assert words.count("and 91 more") == page.MISSES
+
+
 def test_ids_are_unique_and_pictures_have_words(mixed: Config) -> None:
     found, _, _, _ = shown(mixed)
     ids = [attributes["id"] for _, attributes in found.tags if "id" in attributes]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs import compose
+from configs import compose, console
 from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import cli, lengths
@@ -179,6 +179,24 @@ def test_a_bad_item_is_one_line_with_file_and_line_and_alone(tmp_path: Path, bad
     found = load(tmp_path / "data", on_bad="skip")
     assert found.skipped == [str(caught.value)]
     assert [example.answer for example in found] == [f"It is {n}." for n in (1, 2, 3, 4)]
+
+
+def test_a_folder_of_prompts_is_data_for_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(tmp_path / "my data's <b>", SORT, [item(n) for n in range(3)])
+    with pytest.raises(SystemExit) as ended:
+        console.run(cli.app, ["plan", str(folder)])
+    assert ended.value.code == 2
+    assert f"error: {folder} is data: say for which model" in capsys.readouterr().err
+    model = tmp_path / "model"
+    chats.config().save_pretrained(model)
+    chats.processor().save_pretrained(model)
+    with pytest.raises(SystemExit) as ended:
+        console.run(cli.app, ["plan", str(folder), "--model", str(model), "--json"])
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.err) == (0, "")
+    document = json.loads(captured.out.splitlines()[-1])
+    assert document["longest"][0]["source"].startswith(f"{folder}/items.jsonl:")
+    assert document["shared"]["largest"][0]["examples"] == 3
 
 
 def configured(folder: Path, data: Path) -> Config:
