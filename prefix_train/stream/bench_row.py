@@ -119,6 +119,7 @@ class Running:
         with watch.phase("blocks that stay, slots, pinned memory"), contextlib.redirect_stdout(sys.stderr):
             made, _ = engines.make_root(model, config, ranks, False, row.largest)
         assert isinstance(made, Streamed)
+        made.limit = None  # a row that takes more is measured, and says so
         self.root, self.row = made, row
         self.parameters = anatomy.trainable(model)
         optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-5)

@@ -161,7 +161,7 @@ class Streamed(models.Root):
         layers, width = len(store.layers), self.anatomy.base.get_input_embeddings().embedding_dim
         self.offload = offload.make(config, layers, width, self.dtype, device, packs=self.at_once)
         self.pace: Pace | None = None
-        self._limit, self._told = limit, dict[str, float]()
+        self.limit, self._told = limit, dict[str, float]()
         self._before, self._positions = (Figures(), Figures()), 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -190,9 +190,7 @@ class Streamed(models.Root):
         stream_driver_bytes: of this process's memory on a GPU, by the driver, after the first update, which has used
         all that later ones use. Raises UserError where that is more than the budget.
         """
-        now = replace(self.ring.figures), replace(self.head.ring.figures)
-        blocks, head = (figures.since(before) for figures, before in zip(now, self._before, strict=True))
-        self._before = now
+        blocks, head = self._since()
         nbytes, positions, self._positions = blocks.nbytes + head.nbytes, self._positions, 0
         found: dict[str, float] = {
             "stream_blocks": blocks.reads,
@@ -204,9 +202,9 @@ class Streamed(models.Root):
         if self.pace is not None:
             least = self.pace.least_s(nbytes, positions)
             found |= {"stream_bound_s": least, "stream_share": least / seconds}
-        if self._limit is not None and self.source.device.type == "cuda":
-            self._told = within(self._limit, self.source.device)
-            self._limit = None
+        if self.limit is not None and self.source.device.type == "cuda":
+            self._told = within(self.limit, self.source.device)
+            self.limit = None
         return found | self._told
 
     def measure_pace(self, positions: int) -> Pace:
@@ -215,8 +213,14 @@ class Streamed(models.Root):
         if self._shared.numel():
             memory = self._shared.normal_(generator=torch.Generator(self._shared.device).manual_seed(0))
         self.pace = pace.measure(self.ring, self.source.store, self.lowest, positions, memory)
-        self.metrics(1.0)
+        self._since()
         return self.pace
+
+    def _since(self) -> tuple[Figures, Figures]:
+        """What blocks' ring and head's did since this was last asked."""
+        now, before = (replace(self.ring.figures), replace(self.head.ring.figures)), self._before
+        self._before = now
+        return now[0].since(before[0]), now[1].since(before[1])
 
     @contextmanager
     def visit(self, index: int) -> Iterator[None]:
