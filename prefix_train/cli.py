@@ -16,7 +16,6 @@ from configs.errors import UserError
 from configs.schema import Config
 from prefix_train.compare.cli import compare_command
 from prefix_train.exports.cli import check_command, export_command
-from prefix_train.compare.cli import compare_command
 from prefix_train.stream.cli import app as stream_app
 
 app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
