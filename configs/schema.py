@@ -88,7 +88,8 @@ class AdapterConfig:
     registers and nothing is written. The two draw different masks: a run keeps to its own."""
     targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"])
     """Names of the linear modules of the language model that get an adapter. Of a model of experts that is the shared
-    expert, never the others; for `qwen3_next` leave `gate_proj`, `up_proj` and `down_proj` out."""
+    expert, never the others; for `qwen3_next`, `qwen3_moe` and `mixtral` leave `gate_proj`, `up_proj` and `down_proj`
+    out."""
     merger: bool = True
     """Train the vision tower's merger too (all of its tensors); without effect on a text model."""
 

@@ -47,11 +47,12 @@ def attention_inputs(layout: Layout, size: int, groups: int, dtype: torch.dtype 
     return [x.transpose(1, 2).requires_grad_() for x in made]
 
 
-def rule_inputs(layout: Layout, size: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def rule_inputs(layout: Layout, size: int = 64, dtype: torch.dtype = torch.bfloat16, most: float = 1.0) -> list[Tensor]:
+    """most: of beta; above one a state may change its sign."""
     total = layout.total
     query, key, value = (draw(1, total, heads, size, seed=heads + i, dtype=dtype) for i, heads in enumerate((2, 2, 4)))
     g = -0.05 * F.softplus(draw(1, total, 4, seed=7, dtype=torch.promote_types(dtype, torch.float32)))
-    beta = draw(1, total, 4, seed=8, dtype=dtype).sigmoid()
+    beta = draw(1, total, 4, seed=8, dtype=dtype).sigmoid() * most
     return [x.requires_grad_() for x in (query, key, value, g, beta)]
 
 
@@ -127,12 +128,13 @@ def test_r19_block_mask_costs_little() -> None:
     assert begin.elapsed_time(end) < 500
 
 
+@pytest.mark.parametrize("beta", [1.0, 2.0])
 @pytest.mark.parametrize(("most", "size"), [(2, 64), (128, 128)])
-def test_delta_rule_of_flash_linear_attention(most: int, size: int) -> None:
+def test_delta_rule_of_flash_linear_attention(most: int, size: int, beta: float) -> None:
     pytest.importorskip("fla")
     for tree in TREES:
         layout = Layout.from_tree(*tree, group=most).to("cuda")
-        of, grad = rule_inputs(layout, size), draw(1, layout.total, 4, size)
+        of, grad = rule_inputs(layout, size, most=beta), draw(1, layout.total, 4, size)
         found = with_gradients(tree_delta_rule(*of, layout, kernels="fla"), of, grad)
         wide = widened(of)
         truth = with_gradients(tree_delta_rule(*wide, layout, kernels="reference"), wide, grad)
