@@ -23,7 +23,6 @@ from prefix_train import bench_rows, budget, checkpoint, kernels
 from prefix_train.bench_measure import Row, Watch
 from prefix_train.bench_pack import Case, require_gpu
 from prefix_train.dist import Ranks
-from prefix_train.plan import Cursor
 from prefix_train.step import update
 
 BOUND = 0.05
@@ -123,7 +122,7 @@ def record(
             tell(found)
         with tempfile.TemporaryDirectory() as folder:
             watch.begin("save")
-            cursor = Cursor(UPDATES, 0, UPDATES)
+            cursor = checkpoint.Cursor(UPDATES, 0, UPDATES, "")
             checkpoint.save(
                 Path(folder),
                 Ranks(0, 1, device, None),
@@ -153,7 +152,7 @@ def _recorded(device: torch.device, snapshot: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.cuda.memory._dump_snapshot(str(snapshot))
+        torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
 
 

@@ -83,8 +83,8 @@ def tables(layout: Layout) -> Tables:
         segment = np.repeat(np.arange(len(lengths)), count)
         first = (np.arange(len(segment)) - np.repeat(np.cumsum(count) - count, count)) * ROWS
         tiles = np.stack([segment, first], 1)
-        sent = (_send(torch.from_numpy(x), layout.device) for x in (tiles, segments))
-        _tables[layout] = Tables(*sent, depth=max(layout.depths))
+        sent = [_send(torch.from_numpy(x), layout.device) for x in (tiles, segments)]
+        _tables[layout] = Tables(sent[0], sent[1], max(layout.depths))
     return _tables[layout]
 
 

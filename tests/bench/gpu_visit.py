@@ -1,6 +1,6 @@
 """What needs two GPUs of one host, side by side where the parts do not disturb each other, each with its own time.
 
-    python -m tests.bench.gpu_visit OUT ACT [--seconds LIMIT]
+    python -m tests.bench.gpu_visit OUT ACT [--seconds LIMIT] [--given FOLDER]
 
 `pair`: preflight of a job with two ranks, the sharding checks over NCCL, readings of the GPUs, hangs over NCCL.
 `single`: `tune` into a fresh folder and its comparison with the committed pins, beside the tests of one GPU.
@@ -8,6 +8,8 @@
 `rows`: a pack of the whole model with them, beside four layers and the same examples alone.
 `settings`: 256,000 positions, beside four layers with each of the newest kernels left out.
 `sharded`: one pack per GPU under FSDP2; then the memory of two updates and the save.
+
+FOLDER has JSON files of an earlier act: a gate that has passed there need not pass again.
 
 No part can stop another one. OUT gets summary.json and all logs and records in visit.tar.gz, written anew after each
 part. Exit status 0 where every part ended well.
@@ -248,7 +250,7 @@ def settings(visit: Visit) -> None:
     four = ("--row", "packed", "--layers", "4", "--warm", "2", "--no-profile")
     without = {"none": (), **{name.split("=")[0]: tuple(set(NEWEST) - {name}) for name in NEWEST}}
     visit.stage(
-        [Part("long", bench(visit, "long", "pack", *long, *WAITING, *NEWEST), 550, "0")],
+        [Part("long", bench(visit, "pack", "pack", *long, *WAITING, *NEWEST), 550, "0")],
         [
             Part(f"four, {name}", bench(visit, f"without-{name}", "pack", *four, *WAITING, *kept), 150, "1")
             for name, kept in without.items()
@@ -296,11 +298,14 @@ def main() -> int:
     parser.add_argument("act", choices=[*ACTS, "compare"])
     parser.add_argument("--seconds", type=float, default=570.0)
     parser.add_argument("--pins", type=Path)
+    parser.add_argument("--given", type=Path)
     given = parser.parse_args()
     if given.act == "compare":
         return compare(given.pins)
     given.out.mkdir(parents=True, exist_ok=True)
     kept = Path(tempfile.mkdtemp(prefix="visit-"))
+    for path in given.given.glob("*.json") if given.given else ():
+        shutil.copy(path, kept)
     visit = Visit(given.out, kept, time.monotonic() + given.seconds, {"machine": {"status": 0, **machine()}})
     with clocks(visit):
         ACTS[given.act](visit)
