@@ -7,15 +7,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from configs import compose
 from configs.errors import UserError
-from configs.schema import Config
-from prefix_train import indexing, lengths, near_misses, plan_summary, prompts, sharing, tables
+from configs.modelpath import from_pretrained_arguments, locate
+from configs.schema import Config, ModelConfig
+from prefix_train import lengths, near_misses, plan_summary, prompts, sharing, tables, tiny
 from prefix_train.data import Examples, load_examples
 from prefix_train.lengths import LengthIndex
 from prefix_train.plan import RunPlan
 from prefix_train.render import Renderer
 from prefix_train.sharing import Size
+from prefix_train.template import Targets
 from prefix_train.tree import Trie
 
 LEAST_POSITIONS = 8192
@@ -77,6 +81,20 @@ def of_data(data: Path, model: Path | None, overrides: Sequence[str]) -> Config:
     return compose.with_changes(Config(), [*made_up, *overrides])
 
 
+def renderer_of(model: ModelConfig, targets: Targets = "last") -> Renderer:
+    """What renders examples for `model`: its processor or tokenizer, and its position index; no weights are loaded.
+
+    targets: see Renderer.
+    """
+    if model.path is None:
+        config = tiny.build_config(model.build)
+        return Renderer(tiny.build_processor(config), config, targets=targets)
+    path = locate(model.path)
+    processor = tiny.load_processor(path)
+    folder, more = from_pretrained_arguments(path)
+    return Renderer(processor, AutoConfig.from_pretrained(folder, local_files_only=True, **more), targets=targets)
+
+
 def make(config: Config, keep: bool, choose_size: bool) -> Planned:
     """Read the data of `config` and plan it.
 
@@ -84,7 +102,7 @@ def make(config: Config, keep: bool, choose_size: bool) -> Planned:
     example needs. Bad examples are collected whatever `data.on_bad_example`; UserError is raised where nothing is left,
     or nothing can be read.
     """
-    renderer, trie = indexing.renderer_of(config.model, config.data.targets), Trie()
+    renderer, trie = renderer_of(config.model, config.data.targets), Trie()
     cap = 1 << 40 if choose_size else config.data.max_example_tokens or config.pack.max_positions
     examples = load_examples(Path(config.data.train), renderer, cap, "skip")
     index = lengths.build(config, examples, examples.skipped, trie=trie)

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 from configs import compose
 from configs.schema import Config
-from prefix_train import anatomy, budget, indexing, lengths, plan_summary, shard, tiny
+from prefix_train import anatomy, budget, lengths, plan_summary, planning, shard, tiny
 from prefix_train import model as models
 from prefix_train.budget import GIB, Budget, Shape
 from prefix_train.families import NotExact
@@ -196,8 +196,9 @@ def test_recipes_are_planned_and_budgeted(
 ) -> None:
     monkeypatch.chdir(place)
     config = recipe(name, *scaled(name))
-    index = indexing.make_index(config)
-    plan = plan_summary.summary(lengths.run_plan(config, index).epoch(0))
+    planned = planning.make(config, keep=True, choose_size=False)
+    assert planned.refused == ""
+    plan = plan_summary.summary(planned.run.epoch(0))
     assert (plan["examples"], plan["ranks"]) == (512, 64)
     assert plan["packs_per_update"] == {"least": 64, "mean": 64, "most": 64}
     assert plan["positions"] < plan["logical_tokens"] / 4 if name == "packed" else plan["ratio"] == 1
