@@ -71,9 +71,14 @@ def _product(word: Tensor, by: int) -> tuple[Tensor, Tensor]:
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
 
 
+def available(device: torch.device) -> bool:
+    """Can kernels run there?"""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
 def in_registers(x: Tensor, a: Tensor) -> bool:
     """Do the kernels take an adapter's input [n, in] and its first factor [rank, in]?"""
-    return x.is_cuda and fits(x, a) and importlib.util.find_spec("triton") is not None
+    return fits(x, a) and available(x.device)
 
 
 def fits(x: Tensor, a: Tensor) -> bool:

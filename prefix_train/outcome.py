@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, precision, verify
+from prefix_train import anatomy, attention, counted, deltanet, engines, evaluate, export, fused, precision, verify
 from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.evaluate import Scored
@@ -142,7 +142,11 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
 def kernels(config: Config, device: torch.device) -> dict[str, str]:
     """What computed the packs, and whether transformers' own model had its fast kernels or fell back to torch."""
     fast = is_flash_linear_attention_available() and device.type == "cuda"
+    masks = {}
+    if config.adapter.masks == "counted":
+        masks = {"adapter_masks": "in registers" if counted.available(device) else "written out"}
     return {
+        **masks,
         "attention": attention.resolve_kernels(config.model.attention, device, models.DTYPES[config.model.dtype]),
         "elementwise": fused.resolve(config.model.elementwise, device),
         "deltanet": deltanet.resolve_kernels(config.model.deltanet, device),

@@ -58,28 +58,21 @@ class Product:
         return not off
 
     def forward(self, x: Tensor, weights: Weights, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """[n, in] -> [n, out], and the rank-wide product [n, rank] that backward wants. Without a graph.
-
-        The adapter's part is written first: the large product adds to it as it writes, which costs next to nothing.
-        """
+        """[n, in] -> [n, out], and the rank-wide product [n, rank] that backward wants. Without a graph."""
         weight, bias, a, b = weights
+        out = torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
         if a is None or b is None:
-            out = torch.mm(x, weight.mT, out=out) if bias is None else torch.addmm(bias, x, weight.mT, out=out)
             return out, None
-        out = x.new_empty(len(x), len(weight)) if out is None else out
         low = self._low(x, a)
-        if bias is None:
-            out.addmm_(low, b.mT, beta=0, alpha=self._scale())
-        else:
-            torch.addmm(bias, low, b.mT, alpha=self._scale(), out=out)
-        return out.addmm_(x, weight.mT), low
+        return out.addmm_(low, b.mT, alpha=self._scale()), low
 
     def backward(
         self, grad: Tensor, x: Tensor, low: Tensor | None, weights: Weights, into: Tensor | None, more: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         """Gradients of the adapter, [rank, in] and [out, rank], where there is one; that of x is put into `into`.
 
-        grad: [n, out]. low: what forward gave; None: made again. more: add to what is in `into`.
+        grad: [n, out]. low: what forward gave; None: made again. more: add to what is in `into`. The adapter's part is
+        put there first: the large product adds to it as it writes, which costs next to nothing.
         """
         weight, _, a, b = weights
         found = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prefix_train import counted
+from configs.schema import AdapterConfig, Config
+from prefix_train import counted, outcome
 from prefix_train.counted import Draw
 from prefix_train.dropout import SeededDropout
 
@@ -49,6 +50,12 @@ def test_as_many_stay_as_should(p: float) -> None:
         assert float((means - (1 - draw.p)).abs().max()) < 6 * (draw.p * (1 - draw.p) / count) ** 0.5
     neighbours = (found[:, 1:] - found.mean()) * (found[:, :-1] - found.mean())
     assert abs(float(neighbours.mean())) < 5 * spread
+
+
+def test_what_ran_says_where_masks_were_made() -> None:
+    config = Config(adapter=AdapterConfig(masks="counted"))
+    assert outcome.kernels(config, CPU)["adapter_masks"] == "written out"
+    assert "adapter_masks" not in outcome.kernels(Config(), CPU)
 
 
 def test_dropout_with_counted_masks() -> None:
