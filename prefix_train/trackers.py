@@ -52,6 +52,8 @@ class Feed:
         self.mistake: str | None = None
         """Why it has not started."""
         self._lines: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(MOST_WAITING)
+        self._given = self._seen = 0
+        """Lines that were handed over, and that the thread is done with."""
         self._started = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -66,6 +68,7 @@ class Feed:
             return
         try:
             self._lines.put_nowait((dict(values), step))
+            self._given += 1
         except queue.Full:
             self._fail(f"{MOST_WAITING:,} lines wait for it")
 
@@ -80,7 +83,7 @@ class Feed:
         self._thread.join(patience_s)
         if self._thread.is_alive():
             self.mistake = f"not done {patience_s:.0f} s after the run's end"
-            for _ in range(max(1, self._lines.qsize() - 1)):
+            for _ in range(max(1, self._given - self._seen)):  # at least its own end
                 self._fail(self.mistake)
 
     def _work(self) -> None:
@@ -94,6 +97,7 @@ class Feed:
             return
         while (line := self._lines.get()) is not None:
             self._try(lambda line=line: tracker.log(line[0], step=line[1]))  # type: ignore[misc]
+            self._seen += 1
         self._try(tracker.finish, line=False)
 
     def _try(self, tell: Callable[[], object], line: bool = True) -> None:
@@ -225,7 +229,10 @@ def _mlflow(run: Path, title: str, before: str, offline: bool) -> dict[str, Any]
 
 
 def _trackio(run: Path, title: str, before: str, offline: bool) -> dict[str, Any]:
-    """Runs are found by name."""
+    """Runs are found by name. Offline: whatever the environment names is not reached."""
+    if offline:
+        for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            os.environ.pop(variable, None)
     return {"name": run.name, "resume": "allow", "embed": False}
 
 

@@ -198,6 +198,24 @@ def test_evaluate_again_says_the_same(run: Path, done: Path, capsys: pytest.Capt
     assert f"predictions: {run}/evaluations/update-000002/predictions.jsonl" in out
 
 
+def evaluate_again(rank: int, run: Path) -> None:
+    """As `torchrun prefix-train evaluate RUN` does it, on one of its ranks."""
+    found = review.evaluate(run, review.Evaluation())
+    runfolder.write_json(run / f"found-by-{rank}.json", found)
+
+
+def test_two_ranks_evaluate_together(run: Path, done: Path) -> None:
+    ranks = lives.start(evaluate_again, 2, run, environment={})
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    first, second = (runfolder.read_json(run / f"found-by-{rank}.json") for rank in range(2))
+    assert first == second
+    whole, again = (lines(folder / "evaluations" / "update-000002" / "predictions.jsonl") for folder in (done, run))
+    assert [line | {"loss": 0} for line in again] == [line | {"loss": 0} for line in whole]
+    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
+
+
 def test_before_and_after_and_between(run: Path, data: Path) -> None:
     base = review.evaluate(run, review.Evaluation(base=True))
     first = review.evaluate(run, review.Evaluation(update=1))
