@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: setup demo docs test test-all test-cluster lint replays bench-cpu bench-preflight bench-hangs bench-overhead clean
+.PHONY: setup demo docs test test-all test-cluster lint replays bench-cpu smollm bench-preflight bench-hangs bench-overhead clean
 
 setup: $(READY)
 
@@ -47,6 +47,10 @@ replays: $(READY)
 
 bench-cpu: $(READY)
 	$(BIN)/prefix-train bench cpu --out tests/bench/results/cpu.json
+
+# A pretrained model on a real task, packs against the same examples alone: ten minutes on two idle cores.
+smollm: $(READY)
+	$(BIN)/python -W ignore tests/bench/smollm.py
 
 bench-preflight: $(READY)
 	$(BIN)/python tests/bench/preflight_bench.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -77,11 +78,51 @@ def table(demo: dict[str, Any], cpu: dict[str, Any], pack: dict[str, Any]) -> st
     return "\n".join([*lines, *(f"| {what} | {figure} |" for what, figure in [*rows(demo, cpu), *gpu_rows(pack)])])
 
 
+def smollm_table(found: dict[str, Any]) -> str:
+    """A pretrained model trained on packs, and on the same examples alone, as Markdown: means over the seeds."""
+    packs, alone = ([run for run in found["runs"] if run["side"] == side] for side in ("packs", "alone"))
+    seeds = "" if len(packs) == 1 else f", mean of {len(packs)} seeds (and their range)"
+    threads = "" if found["threads"] is None else f" on {found['threads']} threads"
+
+    def cell(runs: list[dict[str, Any]], key: str, form: str) -> str:
+        values = [run[key] for run in runs]
+        spread = "" if len(values) == 1 else f" ({min(values):{form}} to {max(values):{form}})"
+        return f"{fmean(values):{form}}{spread}"
+
+    where = f"{found['device']}{threads}, {found['dtype']}{seeds}"
+    rows = [
+        (f"SmolLM2-135M, pretrained, learns to judge biopsies; {where}", "in packs", "each example alone"),
+        ("---", "---", "---"),
+        (
+            f"{found['heldout_examples']} held out, answered exactly; before training {found['before']['exact']:.0%}, "
+            f"always the commoner answer {found['chance']:.0%}",
+            cell(packs, "exact", ".1%"),
+            cell(alone, "exact", ".1%"),
+        ),
+        ("their loss", cell(packs, "loss", ".4f"), cell(alone, "loss", ".4f")),
+        (
+            f"seconds of {found['updates']} updates of {found['examples']} examples: {found['prefix']:,} tokens that "
+            f"they share, and {found['continuation']:.0f} each",
+            cell(packs, "seconds", ".1f"),
+            cell(alone, "seconds", ".1f"),
+        ),
+        ("positions computed", f"{packs[0]['positions']:,}", f"{alone[0]['positions']:,}"),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def smollm() -> list[str]:
+    """A table for every measurement of `make smollm` that is there, on a CPU and on GPUs."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("smollm*.json")))
+    return [smollm_table(document) for document in found]
+
+
 def with_figures(readme: str) -> str:
     """`readme` with what stands between the marks written anew."""
     head, rest = readme.split(BEGIN, 1)
     mark, rest = rest.split("\n", 1)
     figures = table(read("demo.json"), read("cpu.json"), read("pack.json"))
+    figures = "\n\n".join([figures, *smollm()])
     return f"{head}{BEGIN}{mark}\n{figures}\n{END}{rest.split(END, 1)[1]}"
 
 
