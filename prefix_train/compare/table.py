@@ -56,8 +56,8 @@ def compare(
 ) -> dict[str, Any]:
     """Run `rivals` at each size, each in a process of its own, and write to `out` what there is at once.
 
-    packages: a folder that is put in front of the module path of these processes. Rows of `out` that are not run again
-    stay. Raises UserError for programs that are not there and for an `out` with another budget.
+    packages: a folder that is put in front of the module path of the others' processes. Rows of `out` that are not run
+    again stay. Raises UserError for programs that are not there and for an `out` with another budget.
     """
     require(rivals, packages)
     found = read(out)
@@ -82,7 +82,7 @@ def compare(
 def run(name: str, case: Case, gradients: Path, packages: Path | None) -> dict[str, Any]:
     """What the process of one program says; that it ended without a word, if so."""
     told = {"rival": name, "case": asdict(case), "gradients": str(gradients)}
-    paths = [str(packages.resolve())] if packages else []
+    paths = [str(packages.resolve())] if packages and name != "ours" else []  # peft imports bitsandbytes if it can
     environment = {
         **os.environ,
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", ALLOCATOR),

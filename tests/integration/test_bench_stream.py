@@ -200,3 +200,18 @@ def test_rows_of_another_budget_go_to_another_file(case: Case, tmp_path: Path) -
 def test_mistakes_are_named(row: str) -> None:
     with pytest.raises(UserError, match="write a number of positions"):
         parse(row)
+
+
+@pytest.mark.slow
+def test_all_of_it_in_its_own_processes(case: Case, tmp_path: Path) -> None:
+    """The gate as on a GPU, then rows from files and from what is pinned there."""
+    rows = ("pack", "accumulated", "64", "pack@stream.host=pinned", "accumulated@stream.host=pinned")
+    found = bench.bench(case, rows, tmp_path / "out.json")
+    assert found["gate"]["passed"]
+    assert found["gate"]["equal"] == found["gate"]["tensors"]
+    assert [row["row"] for row in found["rows"]] == list(rows)
+    assert set(found["ratios"]) == {"pack", "pack@stream.host=pinned"}
+    assert found["not_run"] == []
+    said = text(found)
+    assert said.count("without copies") == len(rows)
+    assert said.count("block-major accumulation of all examples of pack") == 2

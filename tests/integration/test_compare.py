@@ -163,7 +163,7 @@ def test_gradients_are_put_side_by_side_by_name(tmp_path: Path) -> None:
 def test_a_process_that_ends_without_a_word_is_a_row(case: Case, tmp_path: Path) -> None:
     broken = Path(tmp_path / "torch.py")
     broken.write_text("raise SystemExit('no torch here')")
-    row = table.run("ours", case, tmp_path / "g", tmp_path)
+    row = table.run("peft", case, tmp_path / "g", tmp_path)
     assert "exit status" in row["failed"]["message"]
 
 
