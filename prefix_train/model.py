@@ -49,7 +49,7 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
 
 def load_weights(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model in `path`, a folder or a GGUF file, in eval mode. UserError as `load`."""
-    own = _own_config(path)
+    own = _config_of(path)
     folder, more = from_pretrained_arguments(path)
     plain = {"quantization_config": GgufConfig(dequantize=True)} if is_gguf(path) else {}
     # What does not fit is reported as such, then `audit` refuses it.
@@ -68,8 +68,12 @@ def load_weights(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return made
 
 
-def _own_config(path: Path) -> PreTrainedConfig:
-    """transformers' configuration of the model in `path`."""
+def own_config(config: ModelConfig) -> PreTrainedConfig:
+    """transformers' configuration of the model that `config` names."""
+    return tiny.build_config(config.build) if config.path is None else _config_of(locate(config.path))
+
+
+def _config_of(path: Path) -> PreTrainedConfig:
     folder, more = from_pretrained_arguments(path)
     own: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
     if is_gguf(path):
@@ -82,7 +86,7 @@ def skeleton(config: ModelConfig, buffers: bool = False) -> PreTrainedModel:
 
     buffers: these are real all the same.
     """
-    own = tiny.build_config(config.build) if config.path is None else _own_config(locate(config.path))
+    own = own_config(config)
     with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
         model: PreTrainedModel = _auto(own).from_config(own, dtype=DTYPES[config.dtype])
     if buffers:
@@ -231,6 +235,7 @@ class Root(nn.Module):
         output = self.anatomy.body.get_image_features(
             torch.zeros(side * side, pixels, device=device), torch.tensor([[1, side, side]], device=device)
         )
-        features = [*output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        deeper = getattr(output, "deepstack_features", None) or ()
+        features = [*output.pooler_output, *(feature for level in deeper for feature in level)]
         total: Tensor = sum((feature.sum() for feature in features), start=features[0].new_zeros(()))
         return total * 0

@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from configs.modelpath import from_pretrained_arguments, locate
 from configs.schema import Config
-from prefix_train import anatomy, gradients, tiny
+from prefix_train import anatomy, gradients
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import collate, entry_weights
@@ -77,18 +76,18 @@ def whole_update(config: Config, tokens: int, device: torch.device) -> None:
 
 def distinct_layers(config: Config, device: torch.device) -> PreTrainedModel:
     """The job's model with one decoder layer of each kind and one of its vision tower, random weights, on `device`."""
-    if config.model.path is None:
-        own = tiny.build_config(config.model.build)
-    else:
-        folder, more = from_pretrained_arguments(locate(config.model.path))
-        own = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    own = models.own_config(config.model)
     text = own.get_text_config()
-    text.layer_types = list(dict.fromkeys(text.layer_types))
-    text.num_hidden_layers = len(text.layer_types)
+    text.num_hidden_layers = 1
+    if types := getattr(text, "layer_types", None):
+        text.layer_types = list(dict.fromkeys(types))
+        text.num_hidden_layers = len(text.layer_types)
     auto: Any = AutoModelForCausalLM
     if own.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         auto = AutoModelForImageTextToText
         own.vision_config.depth = 1
+        if hasattr(own.vision_config, "deepstack_visual_indexes"):
+            own.vision_config.deepstack_visual_indexes = [0]
     with torch.device(device), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = auto.from_config(own, dtype=models.DTYPES[config.model.dtype])
     return model.eval()

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,25 @@ def test_a_trial_update_has_one_layer_of_each_kind() -> None:
     model = trial.distinct_layers(config, torch.device("cpu"))
     assert model.config.layer_types == ["linear_attention", "full_attention"]
     assert len(model.model.layers) == 2
+    trial.whole_update(config, trial.LEAST, torch.device("cpu"))
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+TOWER = {"hidden_size": 32, "num_heads": 2, "patch_size": 8, "out_hidden_size": 32, "num_position_embeddings": 16}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        {"model_type": "llama", **SMALL},
+        {"model_type": "qwen3_vl", "text_config": {**SMALL, "rope_parameters": ROPE}, "vision_config": TOWER},
+    ],
+    ids=["llama", "qwen3_vl"],
+)
+def test_a_trial_update_where_all_layers_are_alike(build: dict[str, Any]) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="float32", build=build))
+    assert len(trial.distinct_layers(config, torch.device("cpu")).get_decoder().layers) == 1
     trial.whole_update(config, trial.LEAST, torch.device("cpu"))
 
 
