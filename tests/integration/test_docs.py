@@ -39,7 +39,15 @@ def _readme(folder: Path) -> dict[str, Any]:
     }
 
 
-STAND_INS: dict[str, Callable[[Path], dict[str, Any]]] = {"README.md": _readme}
+def _adapters(folder: Path) -> dict[str, Any]:
+    """A language model and an adapter of it."""
+    model = models.build("qwen3")
+    model.save_pretrained(folder / "models/my-model")
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(folder / "runs/.../adapter")
+    return {}
+
+
+STAND_INS: dict[str, Callable[[Path], dict[str, Any]]] = {"README.md": _readme, "adapters.md": _adapters}
 SMALLER = {"README.md": {64000: 64, 1000: 10}}
 
 
