@@ -286,6 +286,7 @@ def test_wandb_itself_writes_into_the_run_folder(tmp_path: Path) -> None:
 @pytest.mark.skipif(not installed("trackio"), reason="trackio is not installed: pip install trackio")
 def test_trackio_itself_gets_two_lives_as_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_SPACE_ID", "nobody/nowhere")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read as the package is imported
     run, told_of = (
         tmp_path / f"run-{secrets.token_hex(4)}",
         config("trackio", offline=True, project="prefix-train test"),
