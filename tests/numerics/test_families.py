@@ -149,8 +149,9 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("before", [True, False], ids=["patched before sharding", "patched after"])
-def test_sharded_modules(before: bool) -> None:
-    model, pack = make("qwen3_5", torch.float32)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_sharded_modules(family: str, before: bool) -> None:
+    model, pack = make(family, torch.float32)
     recompute(model)
     plain = forests.run(model, pack)
     handle = install(model) if before else None

@@ -21,7 +21,7 @@ from configs.schema import ModelConfig
 from prefix_train import model as models_of_runs
 from prefix_train.bench_pack import geometry_file
 from prefix_train.geometry import Geometry, read_config
-from prefix_train.stream import build, places, random_store, sources
+from prefix_train.stream import build, engine, places, random_store, sources
 from prefix_train.stream.manifest import NAME
 from prefix_train.stream.store import Store
 from tests import models, streams
@@ -58,6 +58,16 @@ def differ(store: Store, state: dict[str, Tensor]) -> list[str]:
     unequal = [name for name in found.keys() & state.keys() if not torch.equal(found[name], state[name])]
     alias = {"lm_head.weight"} if store.manifest.tied else set()
     return sorted({*unequal, *(found.keys() ^ (state.keys() - alias))})
+
+
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    source = saved(tmp_path / "model", "olmo_hybrid")
+    skeleton = models_of_runs.skeleton(ModelConfig(path=str(source)), buffers=True)
+    engine.fill(skeleton, converted(source, tmp_path / "store"), whole=True)
+    wanted = dict(loaded(source).named_parameters())
+    kept = [name for name, parameter in skeleton.named_parameters() if parameter.dtype == torch.float32]
+    assert kept == [f"model.layers.{layer}.linear_attn.A_log" for layer in range(3)]
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in skeleton.named_parameters())
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
