@@ -70,6 +70,15 @@ def gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tenso
     return found
 
 
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    """What PEFT is to save: whole tensors. Every rank calls it."""
+    return {
+        name: parameter.full_tensor().detach().clone().cpu()  # type: ignore[operator]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
 def worst(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """Largest relative difference of a tensor; one below 1e-6 of all gradients' norm is held against that."""
     assert mine.keys() == theirs.keys()

@@ -18,154 +18,37 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import accelerate
 import peft
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from configs import runfolder
 from configs.schema import Config
-from prefix_train import anatomy, bench_gate, dist, gradients, kernels, offload, pack_forward, shard
-from prefix_train import model as models
-from prefix_train.bench import random_examples, star
+from prefix_train import bench_gate, dist, kernels, pack_forward
 from prefix_train.bench_pack import Case, continuations
-from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.dist import Ranks
 from prefix_train.families import NotExact
-from prefix_train.packs import PackInputs, PackTargets
-from prefix_train.step import Stepper, update
+from prefix_train.packs import PackInputs
+from prefix_train.step import update
 from tests import accelerated
+from tests.bench.accelerate_sides import WORLD, Recompute, Theirs, Told, as_inputs, batches, own, wait
 from tests.lives import free_port
 
-WORLD = 2
 TINY = Path(__file__).parents[1] / "data" / "tiny-geometry.yaml"
 BOUND = 1e-4
 """Of a tensor's gradient in float32, relative; on GPUs products of different shapes add up in another order."""
 GATE = (330, 16, 47)
 """Prefix, continuations and their tokens in the gate; with --tiny those of the measurement."""
 GIB = 1 << 30
-Recompute = Literal["none", "accelerate", "transformers"]
-"""Who recomputes layers: nobody, Accelerate (`fsdp_activation_checkpointing`), or transformers' own switch."""
-
-
-@dataclass
-class Told:
-    """What one rank has found so far. Rank 0 says what happens and writes it down."""
-
-    out: Path
-    ranks: Ranks
-    found: dict[str, Any] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Within it `name` is done, on all ranks."""
-        if self.ranks.rank == 0:
-            print(f"{name} ...", end="", file=sys.stderr, flush=True)
-        began = time.perf_counter()
-        yield
-        wait(self.ranks)
-        self.found.setdefault("phases_s", {})[name] = round(time.perf_counter() - began, 2)
-        if self.ranks.rank == 0:
-            print(f" {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-            runfolder.write_json(self.out, self.found)
-
-
-def wait(ranks: Ranks) -> None:
-    """Until every rank, and its device, has come here."""
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
-    ranks.barrier()
-
-
-def batches(config: Config, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Batch]:
-    """A pack for each rank, with examples of its own, weighted over both."""
-    prefix, count, length = shape
-    vocabulary = config.model.build["vocab_size"]
-    examples = [random_examples(prefix, count, length, vocabulary, config.seed + rank) for rank in range(WORLD)]
-    weights = entry_weights("example", [int(one.target.sum()) for each in examples for one in each])
-    return [collate(star(each, prefix), each, weights, dtype) for each in examples]
-
-
-def as_inputs(batch: Batch) -> PackInputs:
-    """The same pack for a model under `train_packs`, whose ranks' losses are averaged."""
-    targets = PackTargets(batch.targets.rows, batch.targets.ids, batch.targets.weights * WORLD)
-    return PackInputs(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        layout=batch.layout,
-        targets=targets,
-        use_cache=False,
-    )
-
-
-def adapted(config: Config, device: torch.device) -> nn.Module:
-    """The geometry with adapters that are not zero, the same on every rank."""
-    base = bench_gate.build_on(device, dict(config.model.build), models.DTYPES[config.model.dtype])
-    model = models.adapt(base, config)
-    bench_gate.draw_adapters(model)
-    return model
-
-
-def own(config: Config, ranks: Ranks) -> Stepper:
-    """Ready for updates under this package's sharding; on one rank under none."""
-    model = adapted(config, ranks.device)
-    models.make_ready(model, config)
-    root = models.Root(model.train(), models.DTYPES[config.model.dtype], config.train.loss_chunk_rows, images=False)
-    if ranks.mesh is None:
-        root.to(ranks.device)
-    else:
-        shard.shard(root, ranks.mesh)
-    offload.attach(root, config, ranks.device)
-    parameters = anatomy.trainable(model)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-5)
-    coverage = gradients.Coverage(list(parameters), frozenset(), warmup=9)
-    return Stepper(root, parameters, optimizer, ranks, coverage, config.seed, config.train.clip_norm)
-
-
-@dataclass
-class Theirs:
-    """The same model under Accelerate's FSDP2."""
-
-    accelerator: Any
-    model: Any
-    optimizer: Any
-    clip_norm: float
-
-    @classmethod
-    def of(
-        cls, config: Config, ranks: Ranks, within: ExitStack, recompute: Recompute = "accelerate", dropout: float = 0.0
-    ) -> Theirs:
-        """within: the model takes packs until it is closed. dropout: of every adapter, PEFT's own."""
-        model: Any = adapted(config, ranks.device)
-        for module in model.modules():
-            if dropout and hasattr(module, "lora_dropout"):
-                module.lora_dropout["default"] = nn.Dropout(dropout)
-        model.train().enable_input_require_grads()
-        if recompute == "transformers":
-            model.get_base_model().activation_checkpointing_enable()
-        within.enter_context(pack_forward.train_packs(model, config.model.attention, config.model.deltanet))
-        return cls(*accelerated.sharded(model, recompute == "accelerate", ranks.device), config.train.clip_norm)
-
-    def backward(self, pack: PackInputs) -> Tensor:
-        """This rank's loss, its gradients in place."""
-        loss: Tensor = self.model(**pack).loss
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-    def update(self, pack: PackInputs) -> None:
-        """One whole update."""
-        self.backward(pack)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def small(config: Config, tiny: bool) -> Config:
@@ -205,6 +88,7 @@ def replay(config: Config, shape: tuple[int, int, int], told: Told) -> None:
     ranks = told.ranks
     pack = as_inputs(batches(config, shape, torch.float32)[ranks.rank]).to(ranks.device)
     kept: dict[Recompute, dict[str, Tensor]] = {}
+    saved: dict[Recompute, dict[str, int]] = {}
     ways: tuple[Recompute, ...] = ("none", "accelerate", "transformers")
     said = ""
     for recompute in ways:
@@ -216,11 +100,26 @@ def replay(config: Config, shape: tuple[int, int, int], told: Told) -> None:
             torch.manual_seed(ranks.rank)
             theirs.backward(pack)
             kept[recompute] = accelerated.gradients(theirs.model.named_parameters())
+            saved[recompute] = saved_numbers(theirs)
     told.found["r29"] = {
         "refused": said,
         "error_without_refusal": accelerated.worst(kept["accelerate"], kept["none"]),
         "error_under_transformers": accelerated.worst(kept["transformers"], kept["none"]),
+        "saved": saved,
     }
+
+
+def saved_numbers(theirs: Theirs) -> dict[str, int]:
+    """How many numbers of adapters are trained, and how many are in the file that docs/guides/accelerate.md writes, by
+    names that a model without wrappers has: under others nothing is loaded."""
+    state = accelerated.adapters(theirs.model)
+    found = {"trained": sum(one.numel() for one in theirs.model.parameters() if one.requires_grad)}
+    if theirs.accelerator.is_main_process:
+        with tempfile.TemporaryDirectory() as folder:
+            theirs.model.save_pretrained(folder, state_dict=state)
+            written = load_file(Path(folder) / "adapter_model.safetensors")
+        found["saved"] = sum(one.numel() for name, one in written.items() if accelerated.WRAPPER not in name)
+    return found
 
 
 def refusal(model: nn.Module, pack: PackInputs) -> str:
@@ -244,7 +143,7 @@ def unrefused() -> Iterator[None]:
 
 
 def measure(name: str, config: Config, shape: tuple[int, int, int], warm: int, told: Told) -> dict[str, Tensor]:
-    """Seconds and memory of updates; the first one's gradients."""
+    """Seconds and memory of updates; the first one's gradients. name: `own`, or who recomputes under Accelerate."""
     ranks = told.ranks
     batch = batches(config, shape, torch.float32)[ranks.rank].to(ranks.device)
     empty(ranks.device)
@@ -255,7 +154,8 @@ def measure(name: str, config: Config, shape: tuple[int, int, int], warm: int, t
                 parameters = stepper.parameters
                 run: Callable[[], object] = lambda: update(stepper, 1, 1e-5, [batch])  # noqa: E731
             else:
-                theirs, pack = Theirs.of(config, ranks, within), as_inputs(batch)
+                recompute: Recompute = "transformers" if name == "transformers" else "accelerate"
+                theirs, pack = Theirs.of(config, ranks, within, recompute), as_inputs(batch)
                 parameters = {key.replace(accelerated.WRAPPER, ""): one for key, one in theirs.model.named_parameters()}
                 run = lambda: theirs.update(pack)  # noqa: E731
         weights = allocated(ranks.device)
@@ -346,6 +246,7 @@ def work(given: argparse.Namespace) -> int:
             key: theirs[key] / ours[key] for key in ours if key.endswith(("_s", "gib"))
         }
         told.found["bfloat16_gradients_rank_0"] = compared(*taken)
+        measure("transformers", config, shape, given.warm, told)
         with told.phase("done"):
             pass
     return 0

@@ -52,7 +52,19 @@ def test_r29_transformers_recomputation_keeps_the_masks(found: dict[str, Any]) -
     assert found["r29"]["error_under_transformers"] < 1e-5
 
 
+def test_adapters_are_saved_whole_where_nothing_is_wrapped(found: dict[str, Any]) -> None:
+    for recompute in ("none", "transformers"):
+        saved = found["r29"]["saved"][recompute]
+        assert saved["saved"] == saved["trained"] > 0
+
+
+def test_r28_fails_without_fix(found: dict[str, Any]) -> None:
+    """The fault, under Accelerate itself: wrapped layers' names, under which nothing is loaded. The guide avoids it."""
+    assert found["r29"]["saved"]["accelerate"]["saved"] == 0
+
+
 def test_both_are_measured(found: dict[str, Any]) -> None:
     assert found["own"]["median_s"] > 0
     assert found["accelerate_over_own"].keys() == {"median_s", "positions_per_s"}
+    assert found["transformers"]["median_s"] > 0
     assert found["bfloat16_gradients_rank_0"]["difference"] < 0.1

@@ -44,7 +44,7 @@ def run(work: Run, folder: Path, kind: str, ranks: int, per_rank: int) -> list[d
     [
         ("all", 1, 1),
         ("adapter", 1, 3),
-        pytest.param("all", 2, 3, marks=pytest.mark.slow),
+        ("all", 2, 3),
         ("adapter", 2, 1),
     ],
 )
@@ -217,3 +217,11 @@ def test_several_packs_are_no_batch(model: nn.Module) -> None:
     loader: Any = DataLoader(packs_for(model, packs_per_update=2), batch_size=2, collate_fn=collate_packs)
     with pytest.raises(UserError, match="a batch of 2 packs"):
         next(iter(loader))
+
+
+def test_packs_come_from_worker_processes_too(model: nn.Module) -> None:
+    packs = packs_for(model, packs_per_update=2)
+    loader: Any = DataLoader(packs, batch_size=1, collate_fn=collate_packs, num_workers=1)
+    with train_packs(model), torch.no_grad():
+        losses = [float(model(**pack).loss) for pack in loader]
+        assert losses == [float(model(**pack).loss) for pack in packs]
