@@ -5,7 +5,6 @@ The modules are given the store's own bytes, so that every program computes with
 
 from __future__ import annotations
 
-import copy
 from importlib import import_module
 from typing import Any
 
@@ -62,7 +61,7 @@ def fill(base: nn.Module, store: Store, device: torch.device) -> None:
         buffer = store.bytes(block)
         for stored in block.tensors:
             path, _, attribute = f"{block.module}.{stored.name}".rpartition(".")
-            parts = {name: copy.deepcopy(part).to(device) for name, part in parts_of(stored, buffer).items()}
+            parts = {name: part.to(device, copy=True) for name, part in parts_of(stored, buffer).items()}
             if stored.weights == "plain":
                 owner = base.get_submodule(path)
                 owner._parameters[attribute] = nn.Parameter(parts["data"], requires_grad=False)

@@ -265,6 +265,8 @@ def text(found: dict[str, Any]) -> str:
         )
         if "parts" in row:
             lines.append(f"{row['row']}: {parts(row)}")
+        elif "parts_failed" in row:
+            lines.append(f"{row['row']}: its parts could not be measured: {row['parts_failed']}")
     lines += [
         f"block-major accumulation of all examples of {name} takes {ratio:.2f} times the pack"
         for name, ratio in found.get("ratios", {}).items()

@@ -245,8 +245,11 @@ def _updates(
         found["failed"] = said
     if row.case.profile:
         tell(found)
-        with watch.phase("where an update's time goes"):
-            found["parts"] = bench_parts.measure(root, running.run, device)
+        try:  # what has been measured stands, whatever becomes of this
+            with watch.phase("where an update's time goes"):
+                found["parts"] = bench_parts.measure(root, running.run, device)
+        except RuntimeError as error:
+            found["parts_failed"] = f"{type(error).__name__}: {error}"
 
 
 def plan_of(row: Row) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from configs import compose
 from configs.errors import UserError
 from prefix_train.bench_pack import geometry_file
-from prefix_train.stream import bench, bench_bound, bench_gate, bench_row, build, frozen, random_store
+from prefix_train.stream import bench, bench_bound, bench_gate, bench_parts, bench_row, build, frozen, random_store
 from prefix_train.stream.bench import Case, parse, ratios, text
 from prefix_train.stream.figures import Misleading
 from prefix_train.stream.places import Choice
@@ -133,6 +133,16 @@ def test_a_row_that_learned_nothing_says_so(rows: dict[str, dict[str, Any]]) -> 
         f"{peak['allocated_gib']:.2f} GiB were allocated at the peak",
     ]
     assert bench_row.faults(pack) == []
+
+
+def test_a_row_stands_whose_parts_cannot_be_told(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no profiler here")
+
+    monkeypatch.setattr(bench_parts, "measure", broken)
+    row = {"row": "pack", **bench_row.measure("pack", case, CPU)}
+    assert "failed" not in row
+    assert "pack: its parts could not be measured: RuntimeError: no profiler here" in text({"rows": [row]})
 
 
 WORKER = """
