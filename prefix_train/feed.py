@@ -19,6 +19,7 @@ from prefix_train.budget import Shape
 from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.data import Examples, load_examples
 from prefix_train.dist import Ranks
+from prefix_train.lengths import longest_accepted
 from prefix_train.packing import EMPTY, Pack, Packer, pack_of
 from prefix_train.plan import Cursor, Step, Update, plan_training
 from prefix_train.render import Example, Renderer
@@ -31,7 +32,7 @@ def load_agreed(path: Path, renderer: Renderer, config: Config, ranks: Ranks) ->
     With `data.on_bad_example: skip` a row that any rank cannot read is left out by all. Raises UserError on every
     rank where one may not go on.
     """
-    most = config.data.max_example_tokens or config.pack.max_positions
+    most = longest_accepted(config)
     found = ranks.together(lambda: load_examples(path, renderer, most, config.data.on_bad_example))
     if not ranks.any(bool(found.skipped)):
         return found

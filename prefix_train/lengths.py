@@ -148,6 +148,11 @@ def build(
     )
 
 
+def longest_accepted(config: Config) -> int:
+    """Most tokens of an example: `data.max_example_tokens`, where that is given, and never more than a pack holds."""
+    return min(config.data.max_example_tokens or config.pack.max_positions, config.pack.max_positions)
+
+
 def index_path(config: Config, data: Path | None = None) -> Path:
     """Where the index of a data file is kept: in `run_root/lengths`, named after the file and its place."""
     path = _data(config, data).absolute()
@@ -207,7 +212,7 @@ def largest_pack(config: Config, index: LengthIndex) -> Shape:
 
 def key_of(config: Config, data: Path, data_sha256: str | None = None) -> Key:
     """The key of `data` under `config`. data_sha256: the file's hash, where it is known already."""
-    most = config.data.max_example_tokens or config.pack.max_positions
+    most = longest_accepted(config)
     here = Path(__file__).parent
     code = [here / f"{name}.py" for name in RENDERER]
     versions = [f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")]

@@ -103,7 +103,7 @@ def make(config: Config, keep: bool, choose_size: bool) -> Planned:
     or nothing can be read.
     """
     renderer, trie = renderer_of(config.model, config.data.targets), Trie()
-    cap = 1 << 40 if choose_size else config.data.max_example_tokens or config.pack.max_positions
+    cap = 1 << 40 if choose_size else lengths.longest_accepted(config)
     examples = load_examples(Path(config.data.train), renderer, cap, "skip")
     index = lengths.build(config, examples, examples.skipped, trie=trie)
     if choose_size:
@@ -170,7 +170,7 @@ def advice(planned: Planned, longest: int) -> str:
     """What to do so that examples of up to `longest` tokens are accepted."""
     data, pack = planned.config.data, planned.config.pack
     options = [f"pack.max_positions={longest}"] if longest > pack.max_positions else []
-    options += [f"data.max_example_tokens={longest}"] if data.max_example_tokens is not None else []
+    options += [f"data.max_example_tokens={longest}"] if longest > (data.max_example_tokens or longest) else []
     return (
         f"give {' and '.join(options)} (`prefix-train budget` says what that needs), shorten them, or leave them out "
         "with data.on_bad_example=skip"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from configs.schema import Config
-from prefix_train import anatomy, engines, gradients, step, verify
+from prefix_train import anatomy, engines, gradients, lengths, step, verify
 from prefix_train import model as models
 from prefix_train.bench_gate import plain_torch
 from prefix_train.collate import Batch, collate, entry_weights
@@ -66,7 +66,7 @@ class Subject:
         config = replace(config, adapter=replace(config.adapter, dropout=0.0))
         _, processor = engines.load(config)
         renderer = Renderer(processor, models.skeleton(config.model).config, targets=config.data.targets)
-        most = config.data.max_example_tokens or config.pack.max_positions
+        most = lengths.longest_accepted(config)
         path = Path(config.data.heldout or config.data.train)
         chosen = load_examples(path, renderer, most, config.data.on_bad_example)[:examples]
         forest = build_forest((example.keys for example in chosen), config.pack.min_shared)

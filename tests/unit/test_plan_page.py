@@ -256,6 +256,20 @@ def test_plan_of_data_chooses_packs_that_hold_it_and_leaves_nothing_behind(
     assert f"{tmp_path} is a folder: say which file in it, as in --html" in err
 
 
+def test_an_example_that_no_pack_holds_is_left_out_as_others_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = chats.write(tmp_path / "d.jsonl", [row("Which?"), row("word " * 3000)])
+    configured(tmp_path, data, max_example_tokens=100_000)
+    arguments = ["plan", str(tmp_path / "c.yaml"), "pack.max_positions=1000", "--json"]
+    status, out, err = run(capsys, *arguments)
+    assert (status, json.loads(out.splitlines()[-1])["examples"]) == (2, 1)
+    assert err.startswith(f"error: {data}:2: the example has ")
+    assert re.search(r"too long .* has 3,0\d\d: give pack.max_positions=30\d\d \(", out)
+    status, _, err = run(capsys, *arguments, "data.on_bad_example=skip")
+    assert (status, err) == (0, "")
+
+
 def test_bad_examples_are_all_named_and_the_plan_ends_with_status_2(
     capsys: pytest.CaptureFixture[str], mixed: Config, tmp_path: Path
 ) -> None:
