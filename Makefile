@@ -48,7 +48,7 @@ replays: $(READY)
 bench-cpu: $(READY)
 	$(BIN)/prefix-train bench cpu --out tests/bench/results/cpu.json
 
-# A pretrained model on a real task, packs against the same examples alone: ten minutes on two idle cores.
+# A pretrained model on a real task, packs against the same examples alone: some eleven minutes on two idle cores.
 smollm: $(READY)
 	$(BIN)/python -W ignore tests/bench/smollm.py
 

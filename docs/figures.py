@@ -82,7 +82,7 @@ def smollm_table(found: dict[str, Any]) -> str:
     """A pretrained model trained on packs, and on the same examples alone, as Markdown: means over the seeds."""
     packs, alone = ([run for run in found["runs"] if run["side"] == side] for side in ("packs", "alone"))
     seeds = "" if len(packs) == 1 else f", mean of {len(packs)} seeds (and their range)"
-    threads = "" if found["threads"] is None else f" on {found['threads']} threads"
+    threads = "" if found["threads"] is None else f", {found['threads']} thread{'s' * (found['threads'] > 1)}"
 
     def cell(runs: list[dict[str, Any]], key: str, form: str) -> str:
         values = [run[key] for run in runs]

@@ -148,8 +148,9 @@ def _write_model(base: Any, processor: Any, trained: Mapping[str, Tensor], folde
     state = {name: buffers[name].detach().cpu() for name in skeleton.state_dict() if name in buffers}
     skeleton.save_pretrained(folder, state_dict={**trained, **state})
     processor.save_pretrained(folder)
-    if base.config._name_or_path:
-        copy_processor(Path(base.config._name_or_path), folder)
+    source = Path(base.config._name_or_path)
+    if base.config._name_or_path and (source / "config.json").is_file():  # of a GGUF file it is the folder around it
+        copy_processor(source, folder)
     again, keys = type(base).from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )

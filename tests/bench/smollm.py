@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from configs import compose, runfolder
 from configs.schema import Config
-from prefix_train import anatomy, biopsies, engines, gradients, kernels
+from prefix_train import anatomy, biopsies, engines, gradients
 from prefix_train import model as models
 from prefix_train.collate import Batch, collate, entry_weights
 from prefix_train.data import load_examples
@@ -56,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(asked.threads)
-    if device.type == "cuda":
-        kernels.use_pins(dtype=asked.dtype)
     with tempfile.TemporaryDirectory() as name:
         bench = Bench(asked, Path(name), device)
         found = bench.document() | {"before": bench.before(), "runs": []}
@@ -79,11 +77,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", type=int, default=600, help="least tokens of the instruction")
     parser.add_argument("--examples", type=int, default=16, help="examples in an update, all in one pack")
-    parser.add_argument("--updates", type=int, default=8)
+    parser.add_argument("--updates", type=int, default=7)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--heldout", type=int, help="held-out examples; all 169 by default")
     parser.add_argument("--dtype", choices=models.DTYPES, help="float32 on a CPU, bfloat16 on a GPU by default")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", help="the GGUF file, where the package that carries it is not installed")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args(arguments)
     asked.dtype = asked.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
@@ -116,6 +115,7 @@ class Bench:
                 *(f"pack.mode={SIDES[side]}", f"pack.max_positions={most}", "pack.packs_per_update=null"),
                 *(f"pack.examples_per_update={asked.examples}", "train.epochs=null", f"train.updates={asked.updates}"),
                 *(f"data.train={self.folder}/train.jsonl", f"data.heldout={self.folder}/heldout.jsonl"),
+                *([] if asked.model is None else [f"model.path={asked.model}"]),
                 *(f"evaluate.examples={asked.heldout or 'null'}", "slurm.tasks_per_node=1"),
             ],
         )

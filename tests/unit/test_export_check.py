@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,27 @@ from torch import Tensor
 
 from configs import runfolder
 from configs.errors import UserError
-from configs.schema import ModelConfig
+from configs.schema import EvaluateConfig, ModelConfig, SlurmConfig, StreamConfig
 from prefix_train import export
-from prefix_train.exports import check
+from prefix_train.exports import check, merge
 from prefix_train.exports.merge import Merging
 from prefix_train.exports.run import check_export, export_run
+from prefix_train.stream import build, sources
+from prefix_train.stream.places import Choice
 from tests import exported, tiny_text
 
 MERGED = Merging(shard_bytes=60_000)
 
 
-def run_in(tmp_path: Path, dtype: str = "float32", trainable: str = "adapter", build: bool = False) -> Path:
-    model = ModelConfig(path=None if build else str(exported.text_folder(tmp_path / "source")), dtype=dtype)
-    if build:
+def run_in(tmp_path: Path, dtype: str = "float32", trainable: str = "adapter", built: bool = False) -> Path:
+    model = ModelConfig(path=None if built else str(exported.text_folder(tmp_path / "source")), dtype=dtype)
+    if built:
         model = ModelConfig(build=tiny_text.BUILD, dtype=dtype)
     return exported.run_of(tmp_path / "run", model, "", trainable, data=exported.heldout(tmp_path / "data.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "trainable", "merging", "build"),
+    ("dtype", "trainable", "merging", "built"),
     [
         ("float32", "adapter", None, False),
         ("float32", "adapter", MERGED, False),
@@ -45,9 +48,9 @@ def run_in(tmp_path: Path, dtype: str = "float32", trainable: str = "adapter", b
     ],
 )
 def test_what_was_exported_passes(
-    tmp_path: Path, dtype: str, trainable: str, merging: Merging | None, build: bool
+    tmp_path: Path, dtype: str, trainable: str, merging: Merging | None, built: bool
 ) -> None:
-    run = run_in(tmp_path, dtype, trainable, build)
+    run = run_in(tmp_path, dtype, trainable, built)
     done = export_run(run, merging=merging)
     found = check_export(done.folder, run, 3)
     assert found["passed"], found
@@ -61,6 +64,24 @@ def test_what_was_exported_passes(
     else:
         assert found["difference"] < 1e-5 < found["bound"] <= check.BOUND
     assert "passed" in check.table(found)
+
+
+def test_of_a_streamed_run_the_weights_that_were_asked_for_count(tmp_path: Path) -> None:
+    """Those of its store in NF4, or the original ones; the one is not the other."""
+    model = ModelConfig(path=str(exported.text_folder(tmp_path / "source")), dtype="float32")
+    store = build.build(sources.open_source(model), tmp_path / "store", Choice("nf4", torch.float32))
+    stream = StreamConfig(store=str(store.folder), budget_gib=1.0)
+    more: dict[str, Any] = {"engine": "stream", "stream": stream, "slurm": SlurmConfig(tasks_per_node=1)}
+    more["evaluate"] = EvaluateConfig(generate=False)
+    run = exported.run_of(tmp_path / "run", model, data=exported.heldout(tmp_path / "data.jsonl"), **more)
+    for merging in (None, MERGED, replace(MERGED, weights="store")):
+        done = export_run(run, merging=merging)
+        found = check_export(done.folder, run, 2)
+        assert found["passed"], found
+    edit(done.folder / export.RECORD, "weights", "model")
+    found = check_export(done.folder, run, 2)
+    assert not found["passed"]
+    assert found["difference"] > 100 * found["bound"]
 
 
 def edit(path: Path, name: str, value: Any) -> None:
@@ -104,7 +125,6 @@ WHOLE = {
     "one tensor not merged": lambda folder: retold(
         folder, "q_proj.weight", lambda tensor: load_one(folder.parent.parent / "source", "q_proj.weight")
     ),
-    "another tokenizer": lambda folder: edit(folder / "tokenizer_config.json", "eos_token", "<|endoftext|>"),
 }
 
 
@@ -128,7 +148,7 @@ def test_a_fault_in_an_adapter_is_found(tmp_path: Path, fault: str) -> None:
     assert "FAILED" in check.table(found)
 
 
-@pytest.mark.parametrize("fault", ["one tensor changed", "one tensor not merged"])
+@pytest.mark.parametrize("fault", WHOLE)
 def test_a_fault_in_a_merged_model_is_found(tmp_path: Path, fault: str) -> None:
     run = run_in(tmp_path)
     done = export_run(run, merging=MERGED)
@@ -142,8 +162,6 @@ def test_a_fault_in_a_merged_model_is_found(tmp_path: Path, fault: str) -> None:
 def test_merging_with_a_wrong_scaling_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What read-back cannot see, for it compares with what was merged."""
     run = run_in(tmp_path, "bfloat16")
-    from prefix_train.exports import merge
-
     original = merge.changes_of
 
     def wrong(*given: Any) -> dict[str, merge.Change]:

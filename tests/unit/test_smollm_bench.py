@@ -100,7 +100,7 @@ def test_cases_are_added_until_the_instruction_is_long_enough() -> None:
 @pytest.mark.slow
 def test_a_small_measurement_from_end_to_end(tmp_path: Path) -> None:
     out = tmp_path / "smollm.json"
-    sizes = ["--updates", "2", "--examples", "2", "--heldout", "2", "--threads", "1", "--seeds", "3"]
+    sizes = ["--updates", "1", "--examples", "2", "--heldout", "2", "--threads", "1", "--seeds", "3"]
     program = [sys.executable, "-W", "ignore", "-m", "tests.bench.smollm", *sizes, "--out", str(out)]
     ran = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0, ran.stderr[-4000:]
@@ -111,7 +111,6 @@ def test_a_small_measurement_from_end_to_end(tmp_path: Path) -> None:
     assert packs["logical_tokens"] == alone["logical_tokens"] == alone["positions"] > 1.7 * packs["positions"]
     assert np.allclose(packs["losses"], alone["losses"], rtol=0, atol=1e-4)
     assert abs(packs["loss"] - alone["loss"]) < 1e-3
-    assert packs["losses"][1] != packs["losses"][0]
     assert packs["loss"] < found["before"]["loss"]
     assert "alone took" in ran.stdout.splitlines()[-1]
 
@@ -129,7 +128,7 @@ def test_figures_tell_both_sides_and_the_range_of_seeds() -> None:
     }
     lines = table(found).splitlines()
     assert all(line.count("|") == 4 for line in lines)
-    assert "a CPU on 2 threads, float32, mean of 2 seeds" in lines[0]
+    assert "a CPU, 2 threads, float32, mean of 2 seeds" in lines[0]
     assert lines[2].endswith("| 92.0% (90.0% to 94.0%) | 92.0% (90.0% to 94.0%) |")
     assert lines[-1] == "| positions computed | 1,000 | 7,000 |"
     assert "mean of" not in table(found | {"runs": runs[:2]})
