@@ -34,9 +34,10 @@ lint: $(READY)
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow and not gpu'
 
-# Every fault that a job on the test cluster must live through is among what is slow: more than half an hour of it.
+# Every fault that a job on the test cluster must live through takes 40 minutes, one job after the other.
 test-all: test
-	$(BIN)/pytest -m 'slow and not gpu'
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'slow and not gpu and not cluster'
+	$(BIN)/pytest -m 'slow and cluster'
 
 # All jobs on the test cluster, those of `make test` included.
 test-cluster: $(READY)
