@@ -73,7 +73,7 @@ DEADLINES = ("load_s", "first_update_s", "floor_s", "save_s", "evaluate_s")
 
 SLURM_TEXT = (
     *("partition", "account", "qos", "mem", "time", "constraint", "reservation", "exclude", "nodelist"),
-    *("dependency", "comment", "mail_user", "mail_type", "container_image"),
+    *("dependency", "comment", "mail_user", "mail_type", "container_image", "container_mounts"),
 )
 
 WRITTEN_BY_SUBMIT = frozenset({"job-name", "output", "error", "open-mode", "signal", "array", "wrap", "requeue"})
@@ -244,6 +244,8 @@ def _sbatch(config: Config) -> Iterator[str]:
             yield f"{key} holds a line break or another control character: an sbatch line can't"
     if slurm.mem is not None and not re.fullmatch(r"(?i)\d+([KMGT](i?B)?)?", slurm.mem, re.ASCII):
         yield f"slurm.mem is {slurm.mem!r}: write a number and K, M, G or T, for example 500G; 0 is all of a node"
+    if slurm.container_mounts is not None and slurm.container_image is None:
+        yield "slurm.container_mounts without slurm.container_image: give the image too"
     own = set(SLURM_TEXT) | {"nodes", "gpus_per_node", "cpus_per_task"}
     for name, text in slurm.extra.items():
         if name.replace("-", "_") in own:

@@ -327,6 +327,8 @@ class SlurmConfig:
     """Mail about what."""
     container_image: str | None = None
     """Container image (pyxis)."""
+    container_mounts: str | None = None
+    """What the image sees of the host (pyxis): `/scratch:/scratch,/home:/home`."""
     setup: list[str] = field(default_factory=list)
     """Shell lines to run first (`module load ...`); a failing one ends the job."""
     signal_delay_s: int = 90

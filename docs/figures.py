@@ -57,7 +57,8 @@ def gpu_rows(pack: dict[str, Any]) -> list[tuple[str, str]]:
     shape = f"{case['prefix']:,} + {case['continuations']} x {case['length']:,} tokens"
     return [
         (
-            f"update of one pack of {shape}, all layers of {case['geometry']}, LoRA, one {row['device']}",
+            f"update of one pack of {shape}, all layers of {case['geometry']}, random weights, LoRA, "
+            f"one {row['device']}",
             f"{row['median_s']:.1f} s; {used:.0%} of {case['peak_tflops']:.0f} TFLOP/s in model FLOPs",
         ),
         (
@@ -91,7 +92,7 @@ def smollm_table(found: dict[str, Any]) -> str:
 
     where = f"{found['device']}{threads}, {found['dtype']}{seeds}"
     rows = [
-        (f"SmolLM2-135M, pretrained, learns to judge biopsies; {where}", "in packs", "each example alone"),
+        (f"`make smollm`: SmolLM2-135M, pretrained, judges biopsies; {where}", "in packs", "each example alone"),
         ("---", "---", "---"),
         (
             f"{found['heldout_examples']} held out, answered exactly; before training {found['before']['exact']:.0%}, "

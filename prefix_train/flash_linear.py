@@ -120,6 +120,6 @@ def _import(module: str, name: str) -> Callable[..., Any]:
         which, instead = ("fla_cuda", "fla") if package == "causal-conv1d" else ("fla", "reference")
         raise UserError(
             f"deltanet kernels {which!r} need {package}, which cannot be imported here ({error}): "
-            f"install prefix-train[gpu], or set model.deltanet={instead}"
+            f"install it as docs/guides/own-cluster.md says, or set model.deltanet={instead}"
         ) from error
     return function

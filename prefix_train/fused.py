@@ -43,7 +43,7 @@ def resolve(elementwise: str, device: torch.device) -> str:
     if elementwise == "liger" and device.type != "cuda":
         raise UserError(f"model.elementwise=liger runs on CUDA, not on {device.type}: set model.elementwise=auto")
     if elementwise == "liger" and not there:
-        raise UserError("model.elementwise=liger: install liger-kernel (prefix-train[gpu]), or set it to auto")
+        raise UserError("model.elementwise=liger: pip install liger-kernel, or set it to auto")
     return elementwise
 
 

@@ -71,7 +71,7 @@ BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 UNREADABLE = (OSError, ValueError, IndexError, KeyError, TypeError, OverflowError)
 """What gguf's reader may raise for a file that is cut off, damaged or foreign."""
 
-NEEDS = "pip install 'prefix-train[smollm]', or pip install gguf"
+NEEDS = "pip install gguf"
 
 
 def reader() -> Callable[[Path], Any]:

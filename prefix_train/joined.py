@@ -29,7 +29,7 @@ LARGEST = 256
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-WITHOUT_TRITON = "attention kernels 'joined' need Triton: install prefix-train[gpu], or set model.attention=merged"
+WITHOUT_TRITON = "attention kernels 'joined' need Triton: pip install triton, or set model.attention=merged"
 
 
 class Tables:

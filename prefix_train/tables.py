@@ -170,7 +170,7 @@ def _open(path: Path) -> _File:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise UserError(f"{path}: reading tables needs pyarrow: pip install 'prefix-train[parquet]'") from error
+        raise UserError(f"{path}: reading tables needs pyarrow: pip install pyarrow") from error
     if path.suffix == ".parquet":
         reader = _reading(path, lambda: pq.ParquetFile(path))
         sizes = [reader.metadata.row_group(index).num_rows for index in range(reader.metadata.num_row_groups)]

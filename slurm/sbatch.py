@@ -235,6 +235,8 @@ def _step_options(config: Config) -> list[str]:
     options = [f"--cpus-per-task={config.slurm.cpus_per_task}"]
     if config.slurm.container_image:
         options.append(f"--container-image={config.slurm.container_image}")
+    if config.slurm.container_mounts:
+        options.append(f"--container-mounts={config.slurm.container_mounts}")
     return options
 
 

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 
 OTHERS = ("cat", "cd", "cp", "export", "git", "less", "ls", "pre-commit", "scancel", "sinfo", "squeue", "tail")
 """Programs of others that pages may show."""
+STARTED_BY_SRUN = ("python", "prefix-train")
 
 MARKERS = ("slow", "gpu", "cluster")
 
@@ -180,8 +181,8 @@ def _wrong_command(words: list[str], whole: bool) -> list[str]:
             return _wrong_pytest(arguments)
         case "pip", ["install", *things]:
             return [fault for thing in things for fault in _wrong_extra(thing)]
-        case "srun", arguments if "python" in arguments:
-            return _wrong_command(arguments[arguments.index("python") :], whole)
+        case "srun", arguments if found := list(dropwhile(lambda word: word not in STARTED_BY_SRUN, arguments)):
+            return _wrong_command(found, whole)
         case ".", [".venv/bin/activate"]:
             return []
     return [] if program in OTHERS else [f"{program} is not known here"]

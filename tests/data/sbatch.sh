@@ -38,16 +38,16 @@ export PYTHONPATH="$PREFIX_TRAIN_RUN/code${PYTHONPATH:+:$PYTHONPATH}"
 PREFIX_TRAIN_ATTEMPT=$("$PREFIX_TRAIN_PYTHON" -m slurm.life "$PREFIX_TRAIN_RUN") || exit $?
 export PREFIX_TRAIN_ATTEMPT
 "$PREFIX_TRAIN_PYTHON" -m prefix_train.cli plan "$PREFIX_TRAIN_RUN" || stop plan $?
-timeout --kill-after=10 480 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN"; [ $? -ge 124 ] || (for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do [ -e "$PREFIX_TRAIN_RUN/preflight/$PREFIX_TRAIN_ATTEMPT/$node.json" ] || timeout --kill-after=10 480 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' --nodelist="$node" "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN" & done; wait)
+timeout --kill-after=10 480 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' '--container-mounts=/scratch:/scratch,/a b:/b' "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN"; [ $? -ge 124 ] || (for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do [ -e "$PREFIX_TRAIN_RUN/preflight/$PREFIX_TRAIN_ATTEMPT/$node.json" ] || timeout --kill-after=10 480 srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' '--container-mounts=/scratch:/scratch,/a b:/b' --nodelist="$node" "$PREFIX_TRAIN_PYTHON" -m preflight run "$PREFIX_TRAIN_RUN" & done; wait)
 "$PREFIX_TRAIN_PYTHON" -m preflight judge "$PREFIX_TRAIN_RUN" --quiet --nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" || { "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" gate:1; exit 78; }
-timeout --kill-after=10 180 srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m preflight collectives "$PREFIX_TRAIN_RUN"
+timeout --kill-after=10 180 srun --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=12 '--container-image=/images/a b.sqsh' '--container-mounts=/scratch:/scratch,/a b:/b' "$PREFIX_TRAIN_PYTHON" -m preflight collectives "$PREFIX_TRAIN_RUN"
 "$PREFIX_TRAIN_PYTHON" -m preflight judge "$PREFIX_TRAIN_RUN" --ranks 16 --nodes "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)" || { "$PREFIX_TRAIN_PYTHON" -m slurm.finish "$PREFIX_TRAIN_RUN" gate:1; exit 78; }
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mem=0 '--output=/runs/it'"'"'s a-20260101-000000-abcdef/logs/watch-%j-%n.log' --cpus-per-task=12 '--container-image=/images/a b.sqsh' "$PREFIX_TRAIN_PYTHON" -m slurm.watch "$PREFIX_TRAIN_RUN" >>"$PREFIX_TRAIN_RUN/logs/watch-$SLURM_JOB_ID.log" 2>&1 &
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mem=0 '--output=/runs/it'"'"'s a-20260101-000000-abcdef/logs/watch-%j-%n.log' --cpus-per-task=12 '--container-image=/images/a b.sqsh' '--container-mounts=/scratch:/scratch,/a b:/b' "$PREFIX_TRAIN_PYTHON" -m slurm.watch "$PREFIX_TRAIN_RUN" >>"$PREFIX_TRAIN_RUN/logs/watch-$SLURM_JOB_ID.log" 2>&1 &
 "$PREFIX_TRAIN_PYTHON" -m slurm.presence "$PREFIX_TRAIN_RUN"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output '/runs/it'"'"'s a-20260101-000000-abcdef/submitit/%j_%t_log.out' --kill-on-bad-exit=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' PYTHON -u -m submitit.core._submit '/runs/it'"'"'s a-20260101-000000-abcdef/submitit'
+srun --unbuffered --output '/runs/it'"'"'s a-20260101-000000-abcdef/submitit/%j_%t_log.out' --kill-on-bad-exit=1 --cpus-per-task=12 '--container-image=/images/a b.sqsh' '--container-mounts=/scratch:/scratch,/a b:/b' PYTHON -u -m submitit.core._submit '/runs/it'"'"'s a-20260101-000000-abcdef/submitit'
 
 
 # teardown

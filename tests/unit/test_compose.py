@@ -285,6 +285,7 @@ BROKEN = [
     (["slurm.comment=a\nb"], "slurm.comment holds a line break"),
     (["slurm.extra.time=1"], "use slurm.time instead"),
     (["slurm.extra.cpus-per-task=1"], "use slurm.cpus_per_task instead"),
+    (["slurm.container_mounts=/a:/a"], "slurm.container_mounts without slurm.container_image: give the image too"),
     (["slurm.mem=lots"], "slurm.mem is 'lots': write a number and K, M, G or T"),
     (["slurm.mem=64 G"], "slurm.mem is '64 G'"),
     (["slurm.extra.ntasks-per-node=1"], "use slurm.tasks_per_node instead"),

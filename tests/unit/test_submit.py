@@ -137,6 +137,7 @@ def test_golden_sbatch(tmp_path: Path) -> None:
             "slurm.mail_type=END",
         ),
         *("slurm.container_image=/images/a b.sqsh", "slurm.setup=[module load cuda, 'export X=${HOME}']"),
+        "slurm.container_mounts=/scratch:/scratch,/a b:/b",
         *("slurm.extra.switches=1@2:00:00", "slurm.extra.exclusive="),
     )
     text = normalised(sbatch.script(config, Path("/runs/it's a-20260101-000000-abcdef")))

@@ -307,7 +307,7 @@ def test_what_is_no_table_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "dict" / "test" / "state.json").write_text('{"_data_files": [], "_indices_data_files": [{}]}')
     assert said(tmp_path / "dict" / "test").startswith(": an old version of `datasets` saved a selection of rows here")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert said(tmp_path / "other.parquet") == ": reading tables needs pyarrow: pip install 'prefix-train[parquet]'"
+    assert said(tmp_path / "other.parquet") == ": reading tables needs pyarrow: pip install pyarrow"
 
 
 def test_a_table_can_be_read_by_several_threads(tmp_path: Path) -> None:
