@@ -14,7 +14,7 @@ from prefix_train import anatomy, gradients
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import collate, entry_weights
-from prefix_train.deltanet import resolve_kernels, tree_conv, tree_delta_rule
+from prefix_train.deltanet import resolve_kernels, tree_conv_parts, tree_delta_rule
 from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry
 from prefix_train.layout import CHUNK, Layout
@@ -38,13 +38,12 @@ def delta_net(config: Config, geometry: Geometry, tokens: int, device: torch.dev
     tree = [tokens - 2 * SHARE, SHARE, SHARE], [-1, 0, 0]
     layout = Layout.from_tree(*tree, width=int(sizes["linear_conv_kernel_dim"])).to(device)
     dtype = models.DTYPES[config.model.dtype]
-    channels = 2 * geometry.linear_key_width + geometry.linear_value_width
-    weight = torch.randn(channels, layout.width, dtype=dtype, device=device) / layout.width
+    of_parts = geometry.linear_key_width, geometry.linear_key_width, geometry.linear_value_width
+    weight = torch.randn(sum(of_parts), layout.width, dtype=dtype, device=device) / layout.width
     weight.requires_grad_(config.train.trainable == "all")
-    mixed = torch.randn(tokens, channels, dtype=dtype, device=device, requires_grad=True)
+    mixed = torch.randn(tokens, sum(of_parts), dtype=dtype, device=device, requires_grad=True)
     kernels = resolve_kernels(config.model.deltanet, device)
-    convolved = tree_conv(mixed, weight, None, layout, kernels=kernels)[None]
-    parts = torch.split(convolved, [geometry.linear_key_width] * 2 + [geometry.linear_value_width], dim=-1)
+    parts = tree_conv_parts(mixed, weight, None, layout, of_parts, kernels=kernels)
     query, key = (part.reshape(1, tokens, heads, width) for part in parts[:2])
     value = parts[2].reshape(1, tokens, value_heads, value_width)
     decay = torch.full((1, tokens, value_heads), -0.05, device=device, requires_grad=True)

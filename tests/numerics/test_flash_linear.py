@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
-from prefix_train import flash_linear
+from prefix_train import deltanet, flash_linear, trial
 from prefix_train.deltanet import tree_conv, tree_conv_parts, tree_delta_rule
+from prefix_train.geometry import Geometry, read_config
 from prefix_train.layout import CHUNK, Layout
 from tests import trees
 from tests.alone import (
@@ -30,6 +32,9 @@ from tests.alone import (
     rule_truth,
     with_gradients,
 )
+from tests.unit.test_kernels import CONFIG, TINY
+
+CPU = torch.device("cpu")
 
 
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +115,11 @@ def stand_in(module: str, name: str) -> Callable[..., object]:
 
     def causal_conv1d_bwd(x: Tensor, dy: Tensor, dht: None, **given: Any) -> tuple[Tensor | None, ...]:
         tensors = (x, given["weight"], given["bias"], given["initial_state"])
-        of = [one.detach().requires_grad_() for one in tensors]
+        of = [None if one is None else one.detach().requires_grad_() for one in tensors]
         with torch.enable_grad():
             out = of_segments(*of, given["cu_seqlens"])
-        dx, dw, db, dh0 = torch.autograd.grad(out, of, dy)
+        found = iter(torch.autograd.grad(out, [one for one in of if one is not None], dy))
+        dx, dw, db, dh0 = (None if one is None else next(found) for one in of)
         return dx, dw, db, None, dh0
 
     def causal_conv1d_fn(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor, activation: str) -> Tensor:
@@ -166,6 +172,26 @@ def test_channels_in_parts(monkeypatch: pytest.MonkeyPatch, kernels: str) -> Non
     assert all(part.is_contiguous() for part in parts) == (kernels == "fla_segments")
     found = with_gradients(torch.cat(parts, 1), conv, grad)
     trees.assert_close(found, conv_truth(layout, conv, grad), 5e-6, CONV_NAMES)
+
+
+def test_a_trial_launches_the_convolutions_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are searched, pinned and compiled by the channels that they are given."""
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="float32", build=TINY))
+    monkeypatch.setattr(flash_linear, "_import", stand_in)
+    for module in (deltanet, trial):
+        monkeypatch.setattr(module, "resolve_kernels", lambda *_: "fla_segments")
+    given, convolve = list[int](), flash_linear.convolve_segments
+
+    def spied(x: Tensor, *more: Any) -> Tensor:
+        given.append(x.shape[1])
+        return convolve(x, *more)
+
+    monkeypatch.setattr(flash_linear, "convolve_segments", spied)
+    trial.delta_net(config, Geometry.of(read_config(config.model)), trial.LEAST, CPU)
+    of_trial = set(given)
+    given.clear()
+    trial.whole_update(config, trial.LEAST, CPU)
+    assert of_trial == set(given) == {16, 32}
 
 
 def test_inputs_before_a_segment_that_are_forgotten_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
