@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import glob
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from prefix_train.tensors import TensorError, check_names, check_plain, digest, 
 
 RECORD = "export.json"
 
+LEFT = re.compile(r"([0-9]+)(\.old)?\.tmp")
+"""How the name of a folder written aside ends, behind the machine's: the process that writes it."""
 
 PROCESSOR_FILES = (
     "*preprocessor_config.json",
@@ -91,7 +94,9 @@ def aside(folder: Path, run: Path | None = None) -> Iterator[Path]:
     mine = f".{folder.name}.{os.uname().nodename}."
     if folder.parent.is_dir():
         for left in folder.parent.glob(f"{glob.escape(mine)}*.tmp"):
-            if not psutil.pid_exists(int(left.name.removeprefix(mine).split(".")[0])):
+            pid = LEFT.fullmatch(left.name.removeprefix(mine))
+            # One with this process's number is of an earlier life: in a container these are often the same.
+            if pid and (int(pid[1]) == os.getpid() or not psutil.pid_exists(int(pid[1]))):
                 shutil.rmtree(left)
     made = folder.with_name(f"{mine}{os.getpid()}.tmp")
     made.mkdir(parents=True)

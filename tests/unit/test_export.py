@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -233,6 +235,34 @@ def test_replacing_an_export_and_nothing_else(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(runfolder.StaleAttempt):
         export.export(model, None, full(model), folder, run=tmp_path)
     assert json.loads((folder / export.RECORD).read_text())["digest"] == digest(changed)
+
+
+@pytest.mark.parametrize("ending", [".tmp", ".old.tmp"])
+def test_what_an_earlier_life_with_the_same_pid_left_goes(tmp_path: Path, ending: str) -> None:
+    """In containers, where every life counts its processes anew under the same host name."""
+    for _ in range(2):
+        left = tmp_path / f".adapter.{os.uname().nodename}.{os.getpid()}{ending}"
+        left.mkdir()
+        (left / "adapter_model.safetensors").write_bytes(b"half")
+        put(tmp_path / "adapter")
+        assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_what_a_machine_with_a_longer_name_writes_stays(tmp_path: Path) -> None:
+    """A node `a` beside a node `a.b`, and `a.7`, where the rest of the name is a number."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = {f".adapter.{os.uname().nodename}.{rest}" for rest in (f"b.{gone.pid}.tmp", f"{gone.pid}.{gone.pid}.tmp")}
+    for name in names:
+        (tmp_path / name).mkdir()
+    put(tmp_path / "adapter")
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", *names}
+
+
+def put(folder: Path) -> None:
+    """An export with nothing but its record."""
+    with export.aside(folder) as made:
+        export.write_record(made, export.Exported(folder, "a" * 64, 0, 0), kind="adapter")
 
 
 def test_other_tensors_than_the_trained_ones(tmp_path: Path) -> None:
