@@ -105,7 +105,7 @@ def plan_command(
     planned = planning.make(config, keep=not is_data, choose_size=is_data and not given)
     found = planning.summary(planned)
     if not is_data and where.is_dir() and not planned.refused:
-        runfolder.write_json(where / runfolder.PLAN, found, run=where)
+        runfolder.write_json(where / runfolder.PLAN, found)  # a person's command belongs to no life of the run
     if html is not None:
         page.write(planned, found, html)
     answer(found, planning.describe(planned, found) + (f"\n{html}" if html is not None else ""), as_json)

@@ -232,11 +232,12 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def write(
-    folder: Path, scored: Scored | None, losses: Mapping[int, float], summary: Mapping[str, Any], run: Path
+    folder: Path, scored: Scored | None, losses: Mapping[int, float], summary: Mapping[str, Any], run: Path | None
 ) -> Path:
     """Write every prediction as a line of JSON, then `summary`; the file of predictions.
 
-    scored: none where nothing was generated. losses: of the examples, by index. run: whose later lives forbid it.
+    scored: none where nothing was generated. losses: of the examples, by index. run: whose later lives forbid it; none
+    where a person asks, who belongs to no life.
     """
     path = folder / PREDICTIONS
     if scored is not None:

@@ -147,7 +147,7 @@ def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
         found |= evaluation.figures(scored) | {"chance": config.evaluate.chance}
         found["predictions"] = str(place / evaluation.PREDICTIONS)
     if first:
-        evaluation.write(place, scored, losses, found, run)
+        evaluation.write(place, scored, losses, found, None)
     if scored is not None and scored.mistake is not None:
         raise UserError(scored.mistake)
     return found

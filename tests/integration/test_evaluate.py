@@ -198,6 +198,20 @@ def test_evaluate_again_says_the_same(run: Path, done: Path, capsys: pytest.Capt
     assert f"predictions: {run}/evaluations/update-000002/predictions.jsonl" in out
 
 
+def test_a_run_that_has_had_a_second_life_is_evaluated_and_planned_too(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A person's shell is no rank of a life: it has no number of one, and writes all the same."""
+    (run / runfolder.ATTEMPT).write_text("1\n")
+    shutil.rmtree(run / "evaluations")
+    assert command(capsys, "plan", str(run))[0] == 0
+    assert runfolder.read_json(run / runfolder.PLAN)
+    assert command(capsys, "evaluate", str(run))[0] == 0
+    assert runfolder.read_json(run / "evaluations" / "update-000002" / evaluate.SUMMARY)["update"] == 2
+    with pytest.raises(runfolder.StaleAttempt):
+        evaluate.write(run / "evaluations" / "stale", None, {}, {}, run)
+
+
 def evaluate_again(rank: int, run: Path) -> None:
     """As `torchrun prefix-train evaluate RUN` does it, on one of its ranks."""
     found = review.evaluate(run, review.Evaluation())
