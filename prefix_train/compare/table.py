@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +22,18 @@ from prefix_train.stream.bench import ALLOCATOR
 
 RIVALS = {"ours": (), "peft": ("bitsandbytes", "peft"), "block-streamer": ("block_streamer",)}
 """Programs, and the modules that each needs besides what this package needs itself."""
+
+SIZE = {"layers", "positions"}
+"""Parts of a case in which rows of one file may differ."""
+
+OPTIONS = {
+    "geometry": "--geometry",
+    "budget_gib": "--budget-gib",
+    "folder": "--stores",
+    "warm": "--warm",
+    "overrides": "list of changes",
+}
+"""The other parts, as the command line calls them."""
 
 DEADLINE_S = 240.0
 """Of one program at one size."""
@@ -57,26 +69,52 @@ def compare(
     """Run `rivals` at each size, each in a process of its own, and write to `out` what there is at once.
 
     packages: a folder that is put in front of the module path of the others' processes. Rows of `out` that are not run
-    again stay. Raises UserError for programs that are not there and for an `out` with another budget.
+    again stay, and so do differences that are not measured again. Raises UserError for programs that are not there and
+    for an `out` with another case.
     """
     require(rivals, packages)
     found = read(out)
-    if {row["budget_gib"] for row in found["rows"]} - {case.budget_gib for case in cases}:
-        raise UserError(f"--out {out} holds rows with another budget: give another file")
-    folder = out.with_suffix(".gradients")
-    folder.mkdir(parents=True, exist_ok=True)
     for case in cases:
-        case.store()
-        for name in rivals:
-            say(f"{case.name} {name} ...")
-            row = run(name, case, folder / f"{case.name}-{name}.safetensors", packages)
-            found["rows"] = [old for old in found["rows"] if (old["rival"], old["size"]) != (name, case.name)]
-            found["rows"].append(row)
-            found["differences"] = differences(found["rows"], folder)
-            write(out, found)
-            say(f"{case.name} {name}: " + (failed(row) or f"{row['median_s']:.3f} s"))
-    shutil.rmtree(folder)
+        require_same(found["rows"], case, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f"{out.stem}.gradients.", dir=out.parent) as kept:
+        folder = Path(kept)
+        for case in cases:
+            case.store()
+            for name in rivals:
+                say(f"{case.name} {name} ...")
+                row = run(name, case, folder / f"{case.name}-{name}.safetensors", packages)
+                add(found, row, folder)
+                write(out, found)
+                say(f"{case.name} {name}: " + (failed(row) or f"{row['median_s']:.3f} s"))
     return found
+
+
+def require_same(rows: Sequence[dict[str, Any]], case: Case, out: Path) -> None:
+    """Raise UserError where a row of `out` is of a case that differs in more than its size."""
+    mine = asdict(case) | {"overrides": list(case.overrides)}  # as JSON has it
+    for row in rows:
+        for name in mine.keys() - SIZE:
+            if (theirs := row.get("case", {}).get(name)) != mine[name]:
+                raise UserError(
+                    f"--out {out} holds rows with another {OPTIONS[name]}: {_shown(theirs)} there, "
+                    f"{_shown(mine[name])} now; give another file"
+                )
+
+
+def _shown(value: Any) -> str:
+    return (" ".join(value) or "none") if isinstance(value, list) else str(value)
+
+
+def add(found: dict[str, Any], row: dict[str, Any], folder: Path) -> None:
+    """Put a row in the place of the same one, and what is now known of differences in the place of what was."""
+    size, name = row["size"], row["rival"]
+    found["rows"] = [old for old in found["rows"] if (old["rival"], old["size"]) != (name, size)] + [row]
+    known = found.setdefault("differences", {})
+    if "failed" in row:
+        known.get(size, {}).pop(name, None)
+    for measured, apart in differences(found["rows"], folder).items():
+        known.setdefault(measured, {}).update(apart)
 
 
 def run(name: str, case: Case, gradients: Path, packages: Path | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -174,11 +175,65 @@ def test_names_of_factors_are_one(case: Case) -> None:
     assert cases.factor("model.layers.3.mlp.up_proj.weight") is None
 
 
-def test_budgets_are_equal_in_one_file(case: Case, tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    out.write_text(json.dumps({"rows": [{"rival": "ours", "size": "3x40", "budget_gib": 6.0}], "gate": {}}))
-    with pytest.raises(UserError, match="another budget"):
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"budget_gib": 6.0}, "another --budget-gib: 6.0 there, 0.02 now"),
+        ({"geometry": "qwen3-32b"}, "another --geometry: qwen3-32b there, .*tiny dense.yaml now"),
+        ({"folder": "elsewhere"}, "another --stores: elsewhere there"),
+        ({"warm": 9}, "another --warm: 9 there, 1 now"),
+        ({"overrides": ()}, "another list of changes: none there, train.loss_chunk_words=256 stream"),
+        ({"overrides": ("adapter.rank=4",)}, "another list of changes: adapter.rank=4 there"),
+    ],
+)
+def test_rows_of_one_file_differ_in_size_alone(change: Any, what: str, case: Case, tmp_path: Path) -> None:
+    out, other = tmp_path / "found.json", dataclasses.replace(case, layers=9, **change)
+    row = {"rival": "ours", "size": other.name, "case": dataclasses.asdict(other)}
+    written = json.dumps({"rows": [row], "gate": {}})
+    out.write_text(written)
+    with pytest.raises(UserError, match=f"{what}.*; give another file"):
         table.compare([case], ["ours"], out)
+    assert out.read_text() == written
+
+
+def test_rows_of_another_bench_are_no_rows_of_this(case: Case, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    out.write_text(json.dumps({"rows": [{"row": "packed", "case": {"geometry": case.geometry}}], "gate": {}}))
+    with pytest.raises(UserError, match="None there"):
+        table.compare([case], ["ours"], out)
+
+
+def test_what_is_not_run_again_stays_with_its_difference(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are 1 for ours and `other[size]` for the other program; none where that is 0."""
+    other = {"3x40": 1.5, "2x20": 1.25}
+
+    def run(name: str, case: Case, gradients: Path, packages: Path | None) -> dict[str, Any]:
+        row = {"rival": name, "size": case.name, "case": json.loads(json.dumps(dataclasses.asdict(case)))}
+        if not other[case.name]:
+            return row | {"failed": {"message": "no room", "out_of_memory": True}}
+        save_file({"a": torch.ones(4) * (1.0 if name == "ours" else other[case.name])}, gradients)
+        return row | {"median_s": 1.0}
+
+    def apart(found: dict[str, Any]) -> dict[str, float]:
+        assert json.loads(out.read_text()) == found
+        return {size: of["peft"]["all"] for size, of in found["differences"].items() if "peft" in of}
+
+    monkeypatch.setattr(table, "run", run)
+    monkeypatch.setattr(table, "require", lambda *_: None)
+    monkeypatch.setattr(Case, "store", lambda self: None)
+    out, small = tmp_path / "new" / "found.json", dataclasses.replace(case, layers=2, positions=20)
+    table.compare([case], ["ours", "peft"], out)
+    found = table.compare([small], ["ours", "peft"], out)
+    assert apart(found) == {"3x40": 0.5, "2x20": 0.25}
+    assert len(found["rows"]) == 4
+    other["3x40"] = 3.0
+    assert apart(table.compare([case], ["peft"], out)) == {"3x40": 0.5, "2x20": 0.25}  # ours has no gradients now
+    assert apart(table.compare([case], ["ours", "peft"], out)) == {"3x40": 2.0, "2x20": 0.25}
+    other["2x20"] = 0
+    assert apart(table.compare([small], ["peft"], out)) == {"3x40": 2.0}
+    assert [path.name for path in out.parent.iterdir()] == ["found.json"]
 
 
 @pytest.mark.parametrize("size", ["4", "x5", "4x3", "0x64", "axb"])
