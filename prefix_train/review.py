@@ -50,6 +50,11 @@ class Evaluation:
             found = dataclasses.replace(found, data=dataclasses.replace(found.data, heldout=path))
         return found
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether metrics were named anew: a user's are then read as their files are now, not as the run froze them."""
+        return any(re.match(r"evaluate\.metrics\b", change) for change in self.changes)
+
     def name(self, checkpoint_folder: Path | None) -> str:
         """Of the folder of what is found: the same for the same checkpoint and data."""
         name = checkpoint_folder.name if checkpoint_folder is not None else "base"
@@ -125,8 +130,8 @@ def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
     place = run / runfolder.EVALUATIONS / asked.name(folder)
     with dist.joined(config.watch.collective_timeout_s) as ranks:
         first = ranks.rank == 0
-        files = place if config.evaluate.metrics != own.evaluate.metrics else run / runfolder.METRIC_FILES
-        if files == place:
+        files = place if asked.has_metrics else run / runfolder.METRIC_FILES
+        if asked.has_metrics:
             ranks.together(lambda: metrics.freeze(place, config.evaluate.metrics) if first else None)
         review = Review.at(config, folder, ranks)
         heldout = review.heldout(config)

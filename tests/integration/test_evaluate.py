@@ -260,6 +260,23 @@ def test_another_metric_afterwards_is_copied_too(run: Path, data: Path) -> None:
     assert all(line["metrics"].keys() == {"exact"} for line in lines(place / evaluate.PREDICTIONS))
 
 
+def test_a_metric_that_is_mended_is_used_as_it_is_now(tmp_path: Path, data: Path) -> None:
+    """Named by the same words as in the run, whose copy is the broken one and stays the run's own."""
+    own = tmp_path / "mine.py"
+    own.write_text("def f(prediction, example):\n    return 1.0\n")
+    run = make_run(tmp_path / "run", replace(options(data, metrics=[f"{own}:f"]), train=TrainConfig(updates=1)))
+    assert train.main(run) == 0
+    own.write_text("def f(prediction, example):\n    return 0.5\n")
+    assert review.evaluate(run, review.Evaluation())["metrics"] == {"f": 1.0}
+    mended = review.Evaluation(changes=(f"evaluate.metrics=[{own}:f]",))
+    for value in (0.5, 0.25):
+        own.write_text(f"def f(prediction, example):\n    return {value}\n")
+        found = review.evaluate(run, mended)
+        assert found["metrics"] == {"f": value}
+        assert str(value) in (Path(found["predictions"]).parent / "0-mine.py").read_text()
+    assert "1.0" in (run / runfolder.METRIC_FILES / "0-mine.py").read_text()
+
+
 def test_a_metric_that_fails_at_the_end_takes_no_result_with_it(tmp_path: Path, data: Path) -> None:
     config = replace(options(data, metrics=["exact", f"{data}/own.py:picky"]), train=TrainConfig(updates=1))
     run = make_run(tmp_path / "run", config)
