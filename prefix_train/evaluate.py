@@ -240,7 +240,9 @@ def write(
     where a person asks, who belongs to no life.
     """
     path = folder / PREDICTIONS
-    if scored is not None:
+    if scored is None:
+        path.unlink(missing_ok=True)  # an earlier evaluation's, which this summary does not speak of
+    else:
         runfolder.write_text(path, "".join(_lines(scored, losses)), run=run)
     runfolder.write_json(folder / SUMMARY, summary, run=run)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import re
 from pathlib import Path
@@ -55,13 +56,20 @@ class Evaluation:
         """Whether metrics were named anew: a user's are then read as their files are now, not as the run froze them."""
         return any(re.match(r"evaluate\.metrics\b", change) for change in self.changes)
 
-    def name(self, checkpoint_folder: Path | None) -> str:
-        """Of the folder of what is found: the same for the same checkpoint and data."""
+    def name(self, config: Config, checkpoint_folder: Path | None) -> str:
+        """Of the folder of what is found: the same for the same checkpoint, data and options. config: of `config`."""
         name = checkpoint_folder.name if checkpoint_folder is not None else "base"
-        if self.data is None:
-            return name
-        slug = re.sub(r"[^\w.-]+", "_", self.data.stem)[:48]
-        return f"{name}-{slug}-{hashlib.sha256(os.path.abspath(self.data).encode()).hexdigest()[:6]}"
+        if self.data is not None:
+            slug = re.sub(r"[^\w.-]+", "_", self.data.stem)[:48]
+            name += f"-{slug}-{_short(os.path.abspath(self.data))}"
+        if self.changes:
+            slug = re.sub(r"[^A-Za-z0-9.-]+", "_", " ".join(sorted(self.changes)).replace("evaluate.", ""))[:32]
+            name += f"-{slug}-{_short(json.dumps(dataclasses.asdict(config.evaluate), sort_keys=True))}"
+        return name
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +135,7 @@ def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
     own = compose.from_run(run)
     config = asked.config(own)
     folder = None if asked.base else find_checkpoint(run, asked.update)
-    place = run / runfolder.EVALUATIONS / asked.name(folder)
+    place = run / runfolder.EVALUATIONS / asked.name(config, folder)
     with dist.joined(config.watch.collective_timeout_s) as ranks:
         first = ranks.rank == 0
         files = place if asked.has_metrics else run / runfolder.METRIC_FILES
@@ -145,6 +153,7 @@ def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
         "update": int(folder.name.removeprefix("update-")) if folder is not None else 0,
         "base": asked.base,
         "data": str(heldout.path),
+        "changes": list(asked.changes),
         "heldout_examples": len(losses),
         "heldout_loss": fmean(losses.values()),
     }

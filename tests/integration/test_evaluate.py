@@ -248,11 +248,32 @@ def test_before_and_after_and_between(run: Path, data: Path) -> None:
     assert max(line["tokens"] for line in found) <= 2
 
 
+def test_changed_options_leave_the_runs_own_evaluation_as_it_is(run: Path) -> None:
+    before = {path: path.read_bytes() for path in (run / "evaluations").rglob("*") if path.is_file()}
+    assert len(before) == 2
+    few = review.evaluate(run, review.Evaluation(changes=("evaluate.examples=3", "evaluate.max_new_tokens=2")))
+    more = review.evaluate(run, review.Evaluation(changes=("evaluate.examples=4", "evaluate.max_new_tokens=2")))
+    assert few["evaluation"].startswith("update-000002-examples_3_max_new_tokens_2-")
+    assert few["changes"] == ["evaluate.examples=3", "evaluate.max_new_tokens=2"]
+    assert [len(lines(one["predictions"])) for one in (few, more)] == [3, 4]
+    silent = review.evaluate(run, review.Evaluation(changes=("evaluate.generate=false",)))
+    assert "predictions" not in silent
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(list((run / "evaluations").iterdir())) == 4
+
+
+def test_an_evaluation_without_answers_leaves_none_of_an_earlier_one(run: Path) -> None:
+    place = run / "evaluations" / "update-000002"
+    assert (place / evaluate.PREDICTIONS).exists()
+    evaluate.write(place, None, {}, {"update": 2}, None)
+    assert [path.name for path in place.iterdir()] == [evaluate.SUMMARY]
+
+
 def test_another_metric_afterwards_is_copied_too(run: Path, data: Path) -> None:
     change = f"evaluate.metrics=[exact,{data}/own.py:picky]"
     with pytest.raises(UserError, match=r"heldout\.jsonl:6: the function raised ValueError: five is too much"):
         review.evaluate(run, review.Evaluation(changes=(change,)))
-    place = run / "evaluations" / "update-000002"
+    (place,) = (run / "evaluations").glob("update-000002-metrics_exact_*")
     assert (place / "0-own.py").read_text() == OWN
     summary = runfolder.read_json(place / evaluate.SUMMARY)
     assert summary["mistake"].endswith("five is too much")
