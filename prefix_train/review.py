@@ -23,6 +23,7 @@ from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.heldout import Heldout
 from prefix_train.render import Renderer
+from prefix_train.tensors import TensorError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +91,19 @@ class Review:
 
     @classmethod
     def at(cls, config: Config, folder: Path | None, ranks: Ranks) -> Review:
-        """Load the checkpoint in `folder`; none: the model as it was before the first update."""
+        """Load the checkpoint in `folder`; none: the model as it was before the first update.
+
+        Raises UserError where the checkpoint is damaged or not of this model.
+        """
         torch.set_num_threads(config.train.threads)
         skeleton, processor = engines.load(config, whole=folder is None)
         adapted = models.adapt(skeleton, config)
         if folder is None:
             return cls(config, {}, adapted.to(ranks.device), processor, ranks)
-        trained = export.from_checkpoint(folder, adapted)
+        try:
+            trained = export.from_checkpoint(folder, adapted)
+        except TensorError as error:
+            raise UserError(str(error)) from error
         model, processor = outcome.restore(config, trained, ranks.device)
         return cls(config, trained, model, processor, ranks)
 
@@ -117,7 +124,7 @@ def verify(run: Path, examples: int) -> dict[str, Any]:
 
 
 def find_checkpoint(run: Path, update: int | None) -> Path:
-    """The folder of the checkpoint of `update`, or the newest, verified. Raises UserError where there is none."""
+    """The folder of the checkpoint of `update`, or the newest. Raises UserError where there is none."""
     found = {int(folder.name.removeprefix("update-")): folder for folder in checkpoint.complete(run)}
     if not found:
         raise UserError(f"{run} has no checkpoint yet: nothing has been trained that could be looked at")
@@ -133,15 +140,15 @@ def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
     user's metric failed.
     """
     own = compose.from_run(run)
-    config = asked.config(own)
-    folder = None if asked.base else find_checkpoint(run, asked.update)
-    place = run / runfolder.EVALUATIONS / asked.name(config, folder)
-    with dist.joined(config.watch.collective_timeout_s) as ranks:
+    with dist.joined(own.watch.collective_timeout_s) as ranks:
+        config, folder = ranks.together(lambda: _what(run, own, asked))
+        place = run / runfolder.EVALUATIONS / asked.name(config, folder)
+        ranks.require_same("what to evaluate", place.name)
         first = ranks.rank == 0
         files = place if asked.has_metrics else run / runfolder.METRIC_FILES
         if asked.has_metrics:
             ranks.together(lambda: metrics.freeze(place, config.evaluate.metrics) if first else None)
-        review = Review.at(config, folder, ranks)
+        review = ranks.together(lambda: Review.at(config, folder, ranks))
         heldout = review.heldout(config)
         wanted = heldout.metrics(files, config, ranks)
         scored = None
@@ -165,6 +172,11 @@ def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
     if scored is not None and scored.mistake is not None:
         raise UserError(scored.mistake)
     return found
+
+
+def _what(run: Path, own: Config, asked: Evaluation) -> tuple[Config, Path | None]:
+    """The configuration that was asked for, and the checkpoint's folder. Raises UserError."""
+    return asked.config(own), None if asked.base else find_checkpoint(run, asked.update)
 
 
 def _losses(review: Review, heldout: Heldout, config: Config) -> dict[int, float]:

@@ -230,6 +230,50 @@ def test_two_ranks_evaluate_together(run: Path, done: Path) -> None:
     assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
 
 
+def evaluate_otherwise(rank: int, run: Path, what: str) -> None:
+    """As above, but rank 1 does not find what rank 0 finds; what each says of it."""
+    asked = review.Evaluation()
+    if rank == 1 and what == "update":
+        asked = review.Evaluation(update=1)
+    elif rank == 1:
+        owner, name = (review, "find_checkpoint") if what == "checkpoint" else (outcome, "restore")
+        setattr(owner, name, refuse)
+    try:
+        review.evaluate(run, asked)
+    except (UserError, dist.Disagreement) as error:
+        (run / f"said-by-{rank}").write_text(str(error))
+
+
+def refuse(*arguments: Any, **named: Any) -> Any:
+    raise UserError("it is not here")
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("checkpoint", "rank 1: it is not here", "it is not here"),
+        ("model", "rank 1: it is not here", "it is not here"),
+        ("update", *["ranks disagree on what to evaluate: rank 0: update-000002, rank 1: update-000001"] * 2),
+    ],
+)
+def test_a_rank_that_finds_something_else_leaves_none_waiting(run: Path, what: str, first: str, second: str) -> None:
+    ranks = lives.start(evaluate_otherwise, 2, run, what, environment={})
+    for rank in ranks:
+        rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    assert [(run / f"said-by-{rank}").read_text() for rank in range(2)] == [first, second]
+
+
+def test_a_damaged_checkpoint_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (stored,) = (run / "checkpoints" / "update-000002").glob("model*")
+    content = bytearray(stored.read_bytes())
+    content[-1] ^= 1
+    stored.write_bytes(content)
+    status, out, err = command(capsys, "evaluate", str(run))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"{stored} is damaged: its SHA-256 is not its manifest's" in err
+
+
 def test_before_and_after_and_between(run: Path, data: Path) -> None:
     base = review.evaluate(run, review.Evaluation(base=True))
     first = review.evaluate(run, review.Evaluation(update=1))
