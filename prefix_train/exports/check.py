@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from configs import runfolder
 from configs.errors import UserError
 from configs.modelpath import from_pretrained_arguments, locate
-from configs.schema import Config
+from configs.schema import Config, ModelConfig
 from prefix_train import export, outcome
 from prefix_train import model as models
+from prefix_train.exports import merge
 from prefix_train.render import Example
 from prefix_train.verify import standalone_inputs
 
@@ -120,10 +121,16 @@ def own_logits(
             moved = difference(logits_of(model, examples), logits)
     if rounded:
         whole = model.merge_and_unload() if isinstance(model, PeftModel) else model
-        for parameter in whole.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16).float()
+        round_once(whole, replace(config.model, dtype="bfloat16"))
         change = difference(logits_of(whole, examples), logits)
     return Wanted(logits, getattr(processor, "tokenizer", processor), moved, change)
+
+
+def round_once(whole: nn.Module, config: ModelConfig) -> None:
+    """Round each parameter to what a model of `config` stores it in, and keep it in float32."""
+    dtypes = merge.dtypes_of(models.skeleton(config))
+    for name, parameter in whole.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name]).float()
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -43,8 +43,9 @@ def export_command(
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype {dtype}: write {' or '.join(DTYPES)}")
     from prefix_train.exports import run
-    from prefix_train.exports.merge import Merging
+    from prefix_train.exports.merge import Dtype, Merging
 
+    dtype = cast(Dtype | None, dtype)
     merging = Merging("store" if weights == "store" else "model", dtype, int(shard_gb * 1e9)) if merged else None
     done = run.export_run(run_folder, out, merging)
     document: dict[str, Any] = asdict(done) | {"folder": str(done.folder)}

@@ -1,6 +1,7 @@
 """A run's whole model, adapters merged, in transformers' format: block after block, never in memory whole.
 
-A merged weight is W + scaling B A, computed in float32 and rounded once. W is what training computed with: the tensor
+A merged weight is W + scaling B A, computed in float32 and rounded once, if at all: what transformers keeps in float32
+(the decays of OLMo-Hybrid) is written so. W is what training computed with: the tensor
 of `model.path` in `model.dtype`, or for `weights="store"` the one of the streaming engine's store, dequantised.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -34,15 +35,17 @@ from prefix_train.stream.manifest import BlockFile, Stored
 from prefix_train.stream.store import Store, unpack
 from prefix_train.tensors import TensorError, check_names, check_shapes, digest
 
+Dtype = Literal["bfloat16", "float32"]
+
 
 @dataclass(frozen=True)
 class Merging:
-    """How a merged model is made. weights: where those that were not trained come from. dtype: of the files, a name in
-    `model.DTYPES`; none: the run's `model.dtype`. shard_bytes: most bytes of tensors in one file.
+    """How a merged model is made. weights: where those that were not trained come from. dtype: of the files; none: the
+    run's `model.dtype`. shard_bytes: most bytes of tensors in one file.
     """
 
     weights: Literal["model", "store"] = "model"
-    dtype: str | None = None
+    dtype: Dtype | None = None
     shard_bytes: int = 5 * 10**9
 
 
@@ -99,25 +102,26 @@ def export_merged(config: Config, newest: Path, folder: Path, merging: Merging) 
     Everything is read back as transformers would load it and compared. Raises UserError where the weights are not to
     be had, TensorError where something is not what was trained or not finite, OSError where the disk cannot hold it.
     """
-    dtype = models.DTYPES[merging.dtype or config.model.dtype]
+    written = replace(config.model, dtype=merging.dtype or config.model.dtype)
+    skeleton = models.skeleton(written)
+    dtypes = dtypes_of(skeleton)
     adapted = models.adapt(models.skeleton(config.model), config)
     trained = Trained(newest, anatomy.trainable(adapted))
     changes = changes_of(adapted, trained)
     blocks = of_store(config) if merging.weights == "store" else of_path(config.model)
-    skeleton = models.skeleton(config.model)
     with export.aside(folder) as made:
-        shards = Shards(made, disk_layout(skeleton, dtype), merging.shard_bytes)
+        shards = Shards(made, disk_layout(skeleton), merging.shard_bytes)
         hashes: dict[str, str] = {}
         for block in blocks:
-            merged = {name: merge(name, read, changes.pop(name, None), trained, dtype) for name, read in block}
+            merged = {name: merge(name, read, changes.pop(name, None), trained, dtypes[name]) for name, read in block}
             hashes |= {name: _hash(tensor) for name, tensor in merged.items()}
             for name, tensor in revert_weight_conversion(skeleton, merged).items():
                 shards.write(name, tensor)
         if changes:
             raise TensorError(f"{folder}: {min(changes)} was trained and is no tensor of the model")
         shards.finish()
-        _write_rest(config.model, skeleton, dtype, made)
-        _read_back(made, dtype, hashes)
+        _write_rest(written, skeleton, made)
+        _read_back(made, written.dtype, hashes)
         done = export.Exported(folder, digest(trained), len(hashes), shards.parameters)
         export.write_record(made, done, kind="merged", weights=merging.weights)
     return done
@@ -200,11 +204,16 @@ def _unpacked(store: Store, block: BlockFile) -> Block:
         yield f"{block.module}.{stored.name}", partial(unpack, stored, mapped)
 
 
-def disk_layout(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Names and shapes under which transformers stores the model, on the meta device; a tied head is left out."""
+def dtypes_of(skeleton: PreTrainedModel) -> dict[str, torch.dtype]:
+    """Of each tensor by its name: the model's dtype, or float32 where transformers keeps it so whatever that is."""
+    return {name: tensor.dtype for name, tensor in skeleton.state_dict().items()}
+
+
+def disk_layout(skeleton: PreTrainedModel) -> dict[str, Tensor]:
+    """Names, shapes and dtypes as which transformers stores the model, on the meta device, without a tied head."""
     state = {
-        f"{block.module}.{stored.name}": torch.empty(stored.shape, dtype=dtype, device="meta")
-        for block in places.place(skeleton, places.Choice("plain", dtype))
+        f"{block.module}.{stored.name}": torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        for block in places.place(skeleton, places.Choice("plain", skeleton.dtype))
         for stored in block.tensors
     }
     # In the order in which transformers fills the files of a model that it has loaded.
@@ -213,10 +222,10 @@ def disk_layout(skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tens
     return found
 
 
-def _write_rest(config: ModelConfig, skeleton: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+def _write_rest(config: ModelConfig, skeleton: PreTrainedModel, folder: Path) -> None:
     """Configuration, generation settings, tokenizer or processor, chat template."""
     own = skeleton.config
-    own.dtype, own.architectures = str(dtype).removeprefix("torch."), [type(skeleton).__name__]
+    own.dtype, own.architectures = config.dtype, [type(skeleton).__name__]
     own.save_pretrained(folder)
     source = None if config.path is None else locate(config.path)
     settings = None if source is None or is_gguf(source) else source / "generation_config.json"
@@ -229,10 +238,10 @@ def _write_rest(config: ModelConfig, skeleton: PreTrainedModel, dtype: torch.dty
         export.copy_processor(source, folder)
 
 
-def _read_back(folder: Path, dtype: torch.dtype, written: Mapping[str, str]) -> None:
+def _read_back(folder: Path, dtype: Dtype, written: Mapping[str, str]) -> None:
     """Raise TensorError unless transformers' rules of loading give back exactly what was written."""
-    config = ModelConfig(path=str(folder), dtype="float32" if dtype == torch.float32 else "bfloat16")
-    found = {name: _hash(read()) for block in of_path(config) for name, read in block}
+    model = ModelConfig(path=str(folder), dtype=dtype)
+    found = {name: _hash(read()) for block in of_path(model) for name, read in block}
     check_names(str(folder), found, written)
     for name, hashed in written.items():
         if found[name] != hashed:

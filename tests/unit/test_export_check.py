@@ -23,7 +23,7 @@ from prefix_train.exports.merge import Merging
 from prefix_train.exports.run import check_export, export_run
 from prefix_train.stream import build, sources
 from prefix_train.stream.places import Choice
-from tests import exported, tiny_text
+from tests import exported, models, tiny_text
 
 MERGED = Merging(shard_bytes=60_000)
 
@@ -82,6 +82,18 @@ def test_of_a_streamed_run_the_weights_that_were_asked_for_count(tmp_path: Path)
     found = check_export(done.folder, run, 2)
     assert not found["passed"]
     assert found["difference"] > 100 * found["bound"]
+
+
+def test_what_transformers_keeps_in_float32_is_not_rounded_either(tmp_path: Path) -> None:
+    """So that the bound is what one rounding of the files' own weights changes."""
+    model = models.build("olmo_hybrid")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    source = exported.model_folder(tmp_path / "source", "olmo_hybrid")
+    check.round_once(model, ModelConfig(path=str(source), dtype="bfloat16"))
+    for name, tensor in model.state_dict().items():
+        wanted = before[name] if name.endswith("A_log") else before[name].bfloat16().float()
+        assert torch.equal(tensor, wanted), name
+        assert "A_log" not in name or not torch.equal(tensor, tensor.bfloat16().float())
 
 
 def edit(path: Path, name: str, value: Any) -> None:

@@ -31,7 +31,16 @@ from tests import exported, models, streams, tiny_text
 from tests.unit.test_stream_build import bytes_of_tensors, gguf
 
 SMALL = Merging(shard_bytes=20_000)
-FAMILIES = ["llama", "qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "olmo_hybrid",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5",
+    "qwen3_5_moe_text",
+    "qwen3_5_moe",
+]
 
 
 def loaded(folder: Path, like: PreTrainedModel) -> PreTrainedModel:
@@ -110,6 +119,28 @@ def test_other_dtypes_than_the_runs_are_rounded_once_as_well(tmp_path: Path) -> 
     done = export_run(run, merging=dataclasses.replace(SMALL, dtype="bfloat16"))
     wanted = exported.merged_by_peft(run).to(torch.bfloat16)
     assert unequal(loaded(done.folder, wanted), wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "merging"),
+    [
+        ("bfloat16", "adapter", SMALL),
+        ("bfloat16", "all", SMALL),
+        ("float32", "adapter", dataclasses.replace(SMALL, dtype="bfloat16")),
+    ],
+)
+def test_what_transformers_keeps_in_float32_is_not_rounded(
+    tmp_path: Path, dtype: str, trainable: str, merging: Merging
+) -> None:
+    run = path_run(tmp_path, "olmo_hybrid", dtype, trainable)
+    wanted = exported.merged_by_peft(run)
+    found = loaded(export_run(run, merging=merging).folder, wanted).state_dict()
+    stored = {key: tensor for one in files(run / "merged").values() for key, tensor in one.items()}
+    kept = {name for name, tensor in stored.items() if tensor.dtype != torch.bfloat16}
+    assert kept == {f"model.layers.{layer}.linear_attn.A_log" for layer in range(3)}
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(found[name], tensor.to(torch.float32 if name in kept else torch.bfloat16)), name
+    assert not any(torch.equal(stored[name].bfloat16().float(), stored[name]) for name in kept)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_moe"])
