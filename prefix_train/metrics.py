@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from decimal import Decimal
 from importlib.machinery import SourceFileLoader
@@ -126,27 +127,46 @@ class OwnMetric:
         """Raises UserError, naming function and example, for whatever goes wrong in the function or with its value."""
         what = f"evaluate.metrics: {self.where}: {answer.source}"
         try:
-            value = self.function(answer.text, {**row, "source": answer.source, "target": answer.expected})
-        except (Exception, SystemExit) as error:  # the function is the user's: it may raise anything
-            said = f"{type(error).__name__}: {error}"[:MOST_LETTERS]
-            raise UserError(f"{what}: the function raised {said}") from error
-        values = value if isinstance(value, dict) else {"": value}
-        if not values or not all(isinstance(key, str) for key in values):
-            raise UserError(f"{what}: the function gave {_shown(value)}: give a number, or a dict of numbers by name")
-        for key, one in values.items():
-            if not isinstance(one, int | float) or not math.isfinite(one):
-                place = f" for {key!r}" if isinstance(value, dict) else ""
-                raise UserError(f"{what}: the function gave {_shown(one)}{place}: give a finite number")
-        return {key: float(one) for key, one in value.items()} if isinstance(value, dict) else float(value)
+            example = deepcopy({**row, "source": answer.source, "target": answer.expected})
+            return _numbers(self.function(answer.text, example))
+        except _NoNumbers as error:
+            raise UserError(f"{what}: the function gave {error}") from error
+        except (Exception, SystemExit) as error:  # the function is the user's, and so is what it gives: anything
+            raise UserError(f"{what}: the function raised {_raised(error)}") from error
 
     def summary(self, scores: Sequence[float | dict[str, float]]) -> float | dict[str, float]:
-        """Means. Raises UserError where scores have different keys."""
+        """Means. Raises UserError where scores have different keys, or a sum is too large for a number."""
         kinds = {tuple(sorted(score)) if isinstance(score, dict) else None for score in scores}
         if len(kinds) > 1:
             raise UserError(f"evaluate.metrics: {self.where}: the function gave different keys for different examples")
         numbers = [score if isinstance(score, dict) else {"": score} for score in scores]
-        means = {key: fmean(one[key] for one in numbers) for key in numbers[0]}
+        try:
+            means = {key: fmean(one[key] for one in numbers) for key in numbers[0]}
+        except OverflowError as error:
+            raise UserError(f"evaluate.metrics: {self.where}: the numbers are too large to have a mean") from error
         return means if isinstance(scores[0], dict) else means[""]
+
+
+class _NoNumbers(Exception):
+    """What a function gave, and what to give instead."""
+
+
+def _numbers(value: Any) -> float | dict[str, float]:
+    """What a user's function gave, as plain numbers. Raises _NoNumbers, and whatever objects of the user's raise."""
+    if not isinstance(value, dict):
+        return _number(value, "")
+    if not value or not all(isinstance(key, str) and _is_text(key) for key in value):
+        raise _NoNumbers(f"{_shown(value)}: give a number, or a dict of numbers by name")
+    return {str(key): _number(one, f" for {key!r}") for key, one in value.items()}
+
+
+def _number(value: Any, place: str) -> float:
+    try:
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an int that no float holds
+        pass
+    raise _NoNumbers(f"{_shown(value)}{place}: give a finite number")
 
 
 def json_object(text: str) -> dict[str, Any] | None:
@@ -258,9 +278,8 @@ def _import(path: Path, module_name: str, name: str) -> Any:
     try:
         loader.exec_module(module)
     except (Exception, SystemExit) as error:  # so is the file
-        said = f"{type(error).__name__}: {error}"[:MOST_LETTERS]
         advice = "; a metric's file stands alone, beside installed packages" if isinstance(error, ImportError) else ""
-        raise UserError(f"evaluate.metrics: {name}: the file cannot be run: {said}{advice}") from error
+        raise UserError(f"evaluate.metrics: {name}: the file cannot be run: {_raised(error)}{advice}") from error
     return module
 
 
@@ -286,7 +305,31 @@ def _signature(function: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"{value!r}"[:MOST_LETTERS]
+    """A user's value, or where it cannot be shown its type."""
+    return _text(lambda: repr(value), f"something of type {type(value).__name__}")
+
+
+def _raised(error: BaseException) -> str:
+    kind = type(error).__name__
+    return _text(lambda: f"{kind}: {error}", kind)
+
+
+def _text(write: Callable[[], str], otherwise: str) -> str:
+    """What `write` gives, as text that a file can hold; `otherwise` where an object of the user's raises in it."""
+    try:
+        text = write()[:MOST_LETTERS]
+    except (Exception, SystemExit):  # noqa: BLE001  an object of the user's may raise anything
+        return otherwise
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _is_text(key: str) -> bool:
+    """Whether a file can hold `key`: half a surrogate pair it cannot."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(name: str) -> None:

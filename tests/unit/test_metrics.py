@@ -141,6 +141,20 @@ def text(prediction, example): return "0.5"
 def nothing(prediction, example): return None
 def empty(prediction, example): return {}
 def numbered(prediction, example): return {1: 2}
+def huge(prediction, example): return 10**400
+def huger(prediction, example): return {"a": 10**5000}
+def half(prediction, example): return {"\\ud800": 1}
+class Silent(Exception):
+    def __str__(self): raise RuntimeError("not even that")
+    __repr__ = __str__
+def unsayable(prediction, example): raise Silent
+def unshowable(prediction, example): return Silent()
+class Sly(dict):
+    def items(self): raise Silent
+def sly(prediction, example): return Sly(a=1)
+def greedy(prediction, example):
+    example["messages"].clear()
+    return float(len(example.pop("meta")))
 '''
 
 
@@ -194,6 +208,12 @@ def test_a_copy_that_was_changed_is_refused(tmp_path: Path, file: Path) -> None:
         ("nothing", "the function gave None: give a finite number"),
         ("empty", "the function gave {}: give a number, or a dict of numbers by name"),
         ("numbered", "the function gave {1: 2}: give a number, or a dict of numbers by name"),
+        ("huge", f"the function gave 1{'0' * 199}: give a finite number"),
+        ("huger", "the function gave something of type int for 'a': give a finite number"),
+        ("half", "the function gave {'\\ud800': 1}: give a number, or a dict of numbers by name"),
+        ("unsayable", "the function raised Silent"),
+        ("unshowable", "the function gave something of type Silent: give a finite number"),
+        ("sly", "the function raised Silent"),
     ],
 )
 def test_what_an_own_metric_may_do_wrong(tmp_path: Path, file: Path, function: str, words: str) -> None:
@@ -203,11 +223,26 @@ def test_what_an_own_metric_may_do_wrong(tmp_path: Path, file: Path, function: s
     assert str(caught.value) == f"evaluate.metrics: {file}:{function}: data.jsonl:7: {words}"
 
 
+def test_what_one_metric_does_to_its_example_no_other_sees(tmp_path: Path, file: Path) -> None:
+    greedy, shares = load(tmp_path / "run", f"{file}:greedy", f"{file}:shares")
+    row = {"messages": [{"role": "user", "content": "x"}], "meta": {"kind": 3}}
+    before = json.dumps(row)
+    assert greedy.score(answer("x", "x"), row) == 1.0
+    assert json.dumps(row) == before
+    assert shares.score(answer("x", "x"), row) == {"same": 1.0, "kind": 6.0}
+
+
 def test_keys_that_differ_between_examples(tmp_path: Path, file: Path) -> None:
     (metric,) = load(tmp_path / "run", f"{file}:other_keys")
     scores = [metric.score(answer("x", text), {}) for text in "ab"]
     with pytest.raises(UserError, match="other_keys: the function gave different keys for different examples"):
         metric.summary(scores)
+
+
+def test_numbers_without_a_mean(tmp_path: Path, file: Path) -> None:
+    (metric,) = load(tmp_path / "run", f"{file}:words")
+    with pytest.raises(UserError, match="words: the numbers are too large to have a mean"):
+        metric.summary([1.7e308, 1.7e308])
 
 
 @pytest.mark.parametrize(
