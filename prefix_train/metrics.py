@@ -251,7 +251,7 @@ def _own(folder: Path, name: str) -> OwnMetric:
     content = copy.read_bytes()
     if hashlib.sha256(content).hexdigest() != sha256:
         raise UserError(f"evaluate.metrics: {name}: {copy} is no longer what it was when the run was made")
-    module = _import(copy, f"metric_{sha256[:16]}", name)
+    module = _import(copy, content, f"metric_{sha256[:16]}", name)
     function = getattr(module, found.function, None)
     if not callable(function):
         raise UserError(f"evaluate.metrics: {name}: no function {found.function} at the top of the file")
@@ -263,14 +263,18 @@ def _own(folder: Path, name: str) -> OwnMetric:
 
 
 class _Loader(SourceFileLoader):
-    """Neither reads nor writes a compiled file: what runs is what was hashed."""
+    """Reads no file, compiled or not, and writes none: what runs is what was hashed."""
+
+    def __init__(self, module_name: str, path: Path, content: bytes) -> None:
+        super().__init__(module_name, str(path))
+        self._content = content
 
     def get_code(self, fullname: str) -> Any:
-        return self.source_to_code(self.get_data(self.path), self.path)
+        return self.source_to_code(self._content, self.path)
 
 
-def _import(path: Path, module_name: str, name: str) -> Any:
-    loader = _Loader(module_name, str(path))
+def _import(path: Path, content: bytes, module_name: str, name: str) -> Any:
+    loader = _Loader(module_name, path, content)
     spec = spec_from_loader(module_name, loader)
     assert spec is not None
     module = module_from_spec(spec)

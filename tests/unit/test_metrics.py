@@ -198,6 +198,24 @@ def test_a_copy_that_was_changed_is_refused(tmp_path: Path, file: Path) -> None:
         metrics.load(tmp_path, [name])
 
 
+def test_what_runs_is_what_was_hashed(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy may change between the look at its hash and its run: it is read once."""
+    name, run = f"{file}:words", tmp_path / "run"
+    metrics.freeze(run, [name])
+    read = Path.read_bytes
+
+    def read_and_change(path: Path) -> bytes:
+        content = read(path)
+        if path == run / "0-my_metrics.py":
+            path.write_text("def words(prediction, example): return -1.0")
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_change)
+    (words,) = metrics.load(run, [name])
+    assert words.score(answer("x", "one two"), {}) == 2.0
+    assert "-1.0" in (run / "0-my_metrics.py").read_text()
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
