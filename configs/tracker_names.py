@@ -41,9 +41,13 @@ def broken(names: Sequence[str], project: str | None, run: str | None, offline: 
 
 
 def require(names: Sequence[str]) -> None:
-    """Raise UserError where the package of a tracker is not installed here."""
+    """Raise UserError where the package of a tracker is not installed here.
+
+    A plain folder of its name, such as W&B leaves in the working folder, is found as a package without a file.
+    """
     for name in names:
-        if find_spec(name) is None:
+        found = find_spec(name)
+        if found is None or found.origin is None:
             raise UserError(
                 f"report.trackers: the package of {name} is not installed: pip install {PACKAGES[name]}, or leave "
                 f"{name} out"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> type[Noted]:
     """A class of its own, for a test to change, known as `wandb` and installed."""
     kind = type("Noted", (Noted,), {"made": []})
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", kind)
-    monkeypatch.setattr(tracker_names, "find_spec", lambda name: object())
+    monkeypatch.setattr(tracker_names, "find_spec", lambda name: ModuleSpec(name, None, origin="installed"))
     return kind
 
 
@@ -224,6 +225,16 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
         reporter(tmp_path / "run", config("wandb"))
 
 
+def test_a_plain_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "comet_ml" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert tracker_names.find_spec("comet_ml") is not None, "what looks like one"
+    with pytest.raises(UserError, match="the package of comet_ml is not installed: pip install comet-ml"):
+        tracker_names.require(["comet_ml"])
+    (tmp_path / "comet_ml" / "__init__.py").touch()
+    tracker_names.require(["comet_ml"])
+
+
 def test_submitting_refuses_a_missing_package_before_anything_is_made(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").touch()
     assert tracker_names.find_spec("aim") is None
@@ -270,7 +281,7 @@ def test_mlflow_itself_gets_two_lives_as_one_run(tmp_path: Path, monkeypatch: py
     assert math.isfinite(found.data.metrics["positions_per_s"])
 
 
-@pytest.mark.skipif(not installed("wandb"), reason="wandb is not installed: pip install 'prefix-train[trackers]'")
+@pytest.mark.skipif(not installed("wandb"), reason="wandb is not installed: pip install wandb")
 def test_wandb_itself_writes_into_the_run_folder(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with reporter(run, config("wandb", offline=True)) as told:
