@@ -20,6 +20,9 @@ ROUNDS, BITS, EACH = 7, 16, 8
 
 _MULTIPLIERS, _WEYL, _WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF
 
+AT_ONCE = 1 << 21
+"""Entries that are written out at a time."""
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_RANK = 64
 
@@ -42,13 +45,23 @@ def least_of(p: float) -> int:
     return round(p * (1 << BITS))
 
 
-def keep(draw: Draw, rows: int, columns: int, device: torch.device) -> Tensor:
-    """bool [rows, columns]: which entries stay."""
+def keep(draw: Draw, rows: int, columns: int, device: torch.device, dtype: torch.dtype = torch.bool) -> Tensor:
+    """[rows, columns]: which entries stay. Besides, it takes about 30 MiB, however large the mask is."""
+    stays = torch.empty(rows, columns, dtype=dtype, device=device)
+    each = max(1, AT_ONCE // columns)
+    for first in range(0, rows, each):
+        part = stays[first : first + each]
+        part.copy_(_stays(draw._replace(first_row=draw.first_row + first), len(part), columns, device))
+    return stays
+
+
+def _stays(draw: Draw, rows: int, columns: int, device: torch.device) -> Tensor:
+    """`keep`, all at once: words of 64 bits take many times what they decide."""
     groups = -(-columns // EACH)
     row = (torch.arange(rows, device=device)[:, None] + draw.first_row).expand(rows, groups)
     words = _philox(torch.arange(groups, device=device).expand(rows, groups), row, draw.seed)
-    bits = torch.stack([part for word in words for part in (word & 0xFFFF, word >> BITS)], -1)
-    return bits.view(rows, groups * EACH)[:, :columns] >= draw.least
+    parts = [half >= draw.least for word in words for half in (word & 0xFFFF, word >> BITS)]
+    return torch.stack(parts, -1).view(rows, groups * EACH)[:, :columns]
 
 
 def _philox(first: Tensor, second: Tensor, seed: int) -> list[Tensor]:

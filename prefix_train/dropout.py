@@ -36,7 +36,9 @@ class SeededDropout(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """`inputs`: [..., D]; rows are all dimensions but the last."""
         keep = self.keep(inputs)
-        return inputs if keep is None else inputs * keep / (1 - self.dropped)
+        if keep is None:
+            return inputs
+        return inputs * keep.bool() / (1 - self.dropped)  # a byte for each entry waits for backward
 
     def keep(self, inputs: Tensor) -> Tensor | None:
         """Which entries stay: ones and zeros of the inputs' shape and dtype; None where all do."""
@@ -45,8 +47,8 @@ class SeededDropout(nn.Module):
         draw = self._require_draw()
         if self.counted:
             columns = inputs.shape[-1]
-            stays = counted.keep(self.drawn(), inputs.numel() // columns, columns, inputs.device)
-            return stays.view(inputs.shape).to(inputs.dtype)
+            rows = inputs.numel() // columns
+            return counted.keep(self.drawn(), rows, columns, inputs.device, inputs.dtype).view(inputs.shape)
         keep = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         first, odd = divmod(self.first_row, BLOCK)
         if odd:

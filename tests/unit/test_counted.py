@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional
 
 from configs.schema import AdapterConfig, Config
 from prefix_train import counted, outcome
 from prefix_train.counted import Draw
 from prefix_train.dropout import SeededDropout
+from prefix_train.geometry import Geometry
+from prefix_train.layer_bytes import adapter_input_bytes
+from tests.live_bytes import LiveBytes
+from tests.unit.test_geometry import MODELS
 
 CPU = torch.device("cpu")
 
@@ -36,6 +41,53 @@ def test_a_mask_is_a_function_of_place() -> None:
     for other in (Draw(6, 0, 20000), Draw(5 + (1 << 32), 0, 20000), Draw(5, 1, 20000)):
         share = float((counted.keep(other, 90, 70, CPU) == whole).double().mean())
         assert 0.5 < share < 0.65  # of two independent masks 0.576 agree
+
+
+@pytest.mark.parametrize("at_once", [1, 70, 71, 699, 6299, 1 << 21])
+def test_a_mask_is_the_same_however_much_is_written_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = Draw(5, 12, 20000)
+    whole = counted._stays(draw, 90, 70, CPU)
+    monkeypatch.setattr(counted, "AT_ONCE", at_once)
+    assert torch.equal(counted.keep(draw, 90, 70, CPU), whole)
+    found = counted.keep(draw, 90, 70, CPU, torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, whole.bfloat16())
+
+
+def test_memory_of_a_mask_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight times the rows take eight times the mask, and nothing else."""
+    monkeypatch.setattr(counted, "AT_ONCE", 1 << 14)
+    more = []
+    for rows in (256, 2048):
+        with LiveBytes() as live:
+            counted.keep(Draw(5, 0, 20000), rows, 512, CPU)
+        more.append(live.peak - rows * 512)
+    assert more[0] == more[1] < 20 << 14
+    with LiveBytes() as live:
+        counted._stays(Draw(5, 0, 20000), 2048, 512, CPU)
+    assert live.peak > 8 * 2048 * 512  # the fault: all at once
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_what_an_adapter_keeps_is_what_is_planned(dtype: torch.dtype, itemsize: int, counted: bool) -> None:
+    geometry = Geometry.of(MODELS["qwen3_5, 27B"])
+    config = AdapterConfig(rank=8, dropout=0.1, targets=["down_proj"])
+    columns = geometry.linears(0)["down_proj"][0]
+    dropout, x = SeededDropout(0.1, "here", counted), torch.randn(3, columns).to(dtype).requires_grad_()
+    dropout.draw = "1/2/3"
+    a, b = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((8, columns), (16, 8)))
+    kept = dict[int, int]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        functional.linear(functional.linear(dropout(x), a), b)
+    for weight in (a, b):
+        del kept[weight.untyped_storage().data_ptr()]
+    assert sum(kept.values()) == adapter_input_bytes(geometry, 0, 3, config, itemsize)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5])
