@@ -8,6 +8,7 @@ its logits, each row less its mean, over the rows that predict its target; the l
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -149,11 +150,14 @@ def difference(found: Logits, wanted: Logits) -> float:
     """The largest of all examples; see the head of this file. Infinite where shapes differ or a logit is not finite."""
     worst = 0.0
     for one, other in zip(found, wanted, strict=True):
-        if one.shape != other.shape or not bool(torch.isfinite(one).all()):
+        if one.shape != other.shape:
             return float("inf")
         centred = other - other.mean(-1, keepdim=True)
         apart = (one - one.mean(-1, keepdim=True)) - centred
-        worst = max(worst, float(apart.norm() / centred.norm()))
+        share = float(apart.norm() / centred.norm())
+        if not math.isfinite(share):  # so is every share with a logit that is not finite
+            return float("inf")
+        worst = max(worst, share)
     return worst
 
 
@@ -206,6 +210,7 @@ def judge(
     folder: Path, record: dict[str, Any], dtype: str, wanted: Wanted, found: Logits | None, complaints: list[str]
 ) -> dict[str, Any]:
     """What was found, against its bound."""
+    complaints = complaints + infinities(wanted, found or [])
     apart = float("inf") if found is None else difference(found, wanted.logits)
     agree = [
         (one.argmax(-1) == other.argmax(-1)).float() for one, other in zip(found or [], wanted.logits, strict=False)
@@ -218,13 +223,29 @@ def judge(
         "weights": record.get("weights", "model"),
         "examples": len(wanted.logits),
         "rows": sum(len(one) for one in wanted.logits),
-        "difference": apart if apart < float("inf") else None,
-        "bound": wanted.bound,
-        "training_changed": wanted.moved,
-        "rounding_changes": wanted.rounded,
+        "difference": _finite(apart),
+        "bound": _finite(wanted.bound),
+        "training_changed": _finite(wanted.moved),
+        "rounding_changes": _finite(wanted.rounded),
         "likeliest_agree": float(torch.cat(agree).mean()) if agree else None,
         "complaints": complaints,
     }
+
+
+def infinities(wanted: Wanted, found: Logits) -> list[str]:
+    """What makes a difference, or its bound, infinite."""
+    said = [
+        f"{whose} logits are not finite"
+        for whose, logits in (("the run's own", wanted.logits), ("the folder's", found))
+        if not all(bool(torch.isfinite(one).all()) for one in logits)
+    ]
+    if not said and not math.isfinite(wanted.bound):
+        said.append("the logits of the run's own model, rounded once to bfloat16, are not finite")
+    return said
+
+
+def _finite(figure: float | None) -> float | None:
+    return figure if figure is not None and math.isfinite(figure) else None
 
 
 def table(found: dict[str, Any]) -> str:

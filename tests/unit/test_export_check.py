@@ -222,6 +222,46 @@ def test_the_checking_program_imports_nothing_of_ours() -> None:
     assert not {name for name in loaded if name.split(".")[0] in ("prefix_train", "configs", "slurm", "preflight")}
 
 
+LOGITS = [torch.tensor([[1.0, 2.0, 4.0], [0.0, 1.0, 0.5]]), torch.tensor([[3.0, 1.0, 0.0]])]
+
+
+def spoilt(value: float) -> list[Tensor]:
+    made = [one.clone() for one in LOGITS]
+    made[0][1, 2] = value
+    return made
+
+
+def judged(found: list[Tensor], wanted: check.Wanted) -> dict[str, Any]:
+    document = check.judge(Path("merged"), {"kind": "merged"}, "bfloat16", wanted, found, [])
+    json.dumps(document, allow_nan=False)
+    check.table(document)
+    return document
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("rounded", [None, 0.1, float("inf")])
+def test_logits_that_are_not_finite_never_pass(value: float, rounded: float | None) -> None:
+    """On either side or both, and where the bound is infinite too."""
+    bad = spoilt(value)
+    for found, own in ((bad, LOGITS), (LOGITS, bad), (bad, bad)):
+        assert check.difference(found, own) == float("inf")
+        document = judged(found, check.Wanted(own, None, float("inf"), rounded))
+        assert not document["passed"]
+        assert document["difference"] is None
+        whose = [name for name, logits in (("the run's own", own), ("the folder's", found)) if logits is bad]
+        assert document["complaints"] == [f"{name} logits are not finite" for name in whose]
+    document = judged(LOGITS, check.Wanted(LOGITS, None, None, float("inf")))
+    assert (document["passed"], document["bound"], len(document["complaints"])) == (False, None, 1)
+    assert judged(LOGITS, check.Wanted(LOGITS, None, None, 0.1))["passed"]
+
+
+def test_logits_that_say_nothing_never_pass() -> None:
+    """All the same: their norm is 0, and so is that of their difference."""
+    flat = [torch.ones(2, 3), torch.ones(1, 3)]
+    assert check.difference(flat, flat) == float("inf")
+    assert not judged(flat, check.Wanted(flat, None, None, None))["passed"]
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "prefix_train.cli", *arguments]
     return subprocess.run(program, capture_output=True, text=True, timeout=300)
