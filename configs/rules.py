@@ -76,6 +76,9 @@ SLURM_TEXT = (
     *("dependency", "comment", "mail_user", "mail_type", "container_image", "container_mounts"),
 )
 
+COUNTED_RANK = 64
+"""Largest rank of adapters whose masks GPUs draw in registers."""
+
 WRITTEN_BY_SUBMIT = frozenset({"job-name", "output", "error", "open-mode", "signal", "array", "wrap", "requeue"})
 """sbatch options that the suite itself depends on; `slurm.extra` may not change them."""
 
@@ -104,6 +107,7 @@ def _broken(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _choices(config)
     yield from _shape(config)
+    yield from _masks(config)
     yield from _streaming(config)
     yield from metric_names.broken(config.evaluate.metrics)
     report = config.report
@@ -190,6 +194,25 @@ def _shape(config: Config) -> Iterator[str]:
         for key, elsewhere in ON_ANY_DEVICE.items():
             if (kernels := attrgetter(key)(config)) not in elsewhere:
                 yield f"{key}={kernels} needs GPUs: give slurm.gpus_per_node, or set {key}=auto"
+
+
+def _masks(config: Config) -> Iterator[str]:
+    """Counted masks are for GPUs to draw in registers; a CPU writes them out, whatever the other options are."""
+    adapter, memory = config.adapter, config.memory
+    drops = config.train.trainable == "adapter" and adapter.dropout > 0
+    if adapter.masks != "counted" or not drops or not config.slurm.gpus_per_node:
+        return
+    if adapter.rank > COUNTED_RANK:
+        yield (
+            f"adapter.masks=counted with adapter.rank={adapter.rank}: GPUs draw these masks for ranks up to "
+            f"{COUNTED_RANK}; give a smaller rank or set adapter.masks=drawn"
+        )
+    if not memory.recompute or not memory.tile_rows:
+        off = "memory.tile_rows=0" if memory.recompute else "memory.recompute=false"
+        yield (
+            f"adapter.masks=counted with {off}: GPUs draw these masks where layers are recomputed in tiles; set "
+            "memory.recompute=true and memory.tile_rows=16384, or adapter.masks=drawn"
+        )
 
 
 def _streaming(config: Config) -> Iterator[str]:

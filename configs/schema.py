@@ -84,8 +84,10 @@ class AdapterConfig:
     """Dropout on an adapter's input, drawn from (run, update, pack, layer, module)."""
     masks: Literal["drawn", "counted"] = "drawn"
     """`drawn`: torch's generator writes each mask. `counted`: each entry is a function of the same names, its row and
-    its column (Philox), which rounds `dropout` to a multiple of 2^-16; on a GPU with Triton products compute it in
-    registers and nothing is written. The two draw different masks: a run keeps to its own."""
+    its column (Philox), which rounds `dropout` to a multiple of 2^-16. On GPUs with Triton products compute these masks
+    in registers and write none; that needs a `rank` of at most 64, `memory.recompute` and `memory.tile_rows`. Elsewhere
+    masks are written out. `adapter_masks` among the `kernels` of `result.json` says what was done. The two kinds are
+    different masks: a run keeps to its own."""
     targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"])
     """Names of the linear modules of the language model that get an adapter. Of a model of experts that is the shared
     expert, never the others; for `qwen3_next`, `qwen3_moe` and `mixtral` leave `gate_proj`, `up_proj` and `down_proj`

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from configs.rules import COUNTED_RANK
+
 ROUNDS, BITS, EACH = 7, 16, 8
 """Of Philox; of an entry; entries of one call."""
 
@@ -24,7 +26,6 @@ AT_ONCE = 1 << 21
 """Entries that are written out at a time."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LARGEST_RANK = 64
 
 
 class Draw(NamedTuple):
@@ -96,7 +97,7 @@ def in_registers(x: Tensor, a: Tensor) -> bool:
 
 def fits(x: Tensor, a: Tensor) -> bool:
     """As `in_registers`, wherever they are."""
-    return x.dtype in DTYPES and a.dtype == x.dtype and x.stride(1) == 1 and len(a) <= LARGEST_RANK
+    return x.dtype in DTYPES and a.dtype == x.dtype and x.stride(1) == 1 and len(a) <= COUNTED_RANK
 
 
 def down(x: Tensor, a: Tensor, draw: Draw) -> Tensor:

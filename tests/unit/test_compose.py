@@ -252,6 +252,8 @@ def test_override_order_and_replacement(base: Path) -> None:
     assert load(base, ["model.build={model_type: llama, x: 2}"]).model.build == {"model_type": "llama", "x": 2}
 
 
+COUNTED = ["adapter.masks=counted", "adapter.dropout=0.1", "slurm.gpus_per_node=2"]
+
 BROKEN = [
     (["model.path=/m"], "both is there"),
     (["pack.packs_per_update=3"], "no multiple of the 2 ranks: give for example 4"),
@@ -281,6 +283,12 @@ BROKEN = [
     (["model.attention=joined"], "needs GPUs"),
     (["model.deltanet=fla"], "needs GPUs"),
     (["model.deltanet=fla_segments"], "needs GPUs"),
+    (
+        [*COUNTED, "adapter.rank=65"],
+        "adapter.rank=65: GPUs draw these masks for ranks up to 64; give a smaller rank or",
+    ),
+    ([*COUNTED, "memory.tile_rows=0"], "adapter.masks=counted with memory.tile_rows=0: GPUs draw these masks where"),
+    ([*COUNTED, "memory.recompute=false"], "adapter.masks=counted with memory.recompute=false: GPUs draw these masks"),
     (["watch.save_s=9000"], "watch.save_s=9000: give more"),
     (["slurm.comment=a\nb"], "slurm.comment holds a line break"),
     (["slurm.extra.time=1"], "use slurm.time instead"),
@@ -304,6 +312,15 @@ def test_rules(base: Path, overrides: list[str], says: str) -> None:
     message = mistake(load, base, overrides)
     assert says in message
     assert message.startswith(str(base))
+
+
+@pytest.mark.parametrize(
+    "change", ["adapter.dropout=0", "adapter.masks=drawn", "slurm.gpus_per_node=0", "train.trainable=all"]
+)
+@pytest.mark.parametrize("wide", ["adapter.rank=65", "memory.tile_rows=0", "memory.recompute=false"])
+def test_counted_masks_bind_nothing_where_no_gpu_draws_them(base: Path, change: str, wide: str) -> None:
+    assert load(base, [*COUNTED, "adapter.rank=64"]).adapter.masks == "counted"
+    assert load(base, [*COUNTED, wide, change]).adapter.targets
 
 
 def test_rules_of_sbatch_do_not_bind_other_clusters(base: Path) -> None:
