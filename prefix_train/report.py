@@ -15,6 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from configs import runfolder
-from configs.errors import UserError
 from configs.schema import Config
 from prefix_train.trackers import CLOSE_S, HASTE_S, Trackers
 
@@ -182,14 +182,14 @@ class Reporter:
         # Imported by the rank that writes: the import alone costs others memory and a third of a second.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(run / runfolder.TENSORBOARD), purge_step=resumed + 1 if resumed else None)
-        self._progress = _progress(stream or sys.stderr, total, resumed, every_s)
         goes_on = resumed > 0 or runfolder.process_attempt() > 0
-        try:
+        with ExitStack() as opened:
+            self._board = SummaryWriter(str(run / runfolder.TENSORBOARD), purge_step=resumed + 1 if resumed else None)
+            opened.callback(self._board.close)
+            self._progress = _progress(stream or sys.stderr, total, resumed, every_s)
+            opened.callback(self._progress.close)
             self._trackers = None if config is None else Trackers(run, config, goes_on, self.say)
-        except UserError:
-            self._progress.close()
-            raise
+            self._opened = opened.pop_all()
 
     def updated(self, done: Update) -> None:
         """Report a finished update."""
@@ -213,10 +213,9 @@ class Reporter:
     def close(self, haste: bool = False) -> None:
         """Finish the trackers, the files and the progress display. haste: do not wait for trackers."""
         if self.rank == 0:
-            if self._trackers is not None:
-                self._trackers.close(HASTE_S if haste else CLOSE_S)
-            self._board.close()
-            self._progress.close()
+            with self._opened:
+                if self._trackers is not None:
+                    self._trackers.close(HASTE_S if haste else CLOSE_S)
 
     def finish(self) -> dict[str, Any]:
         """Say what the run did, all lives together, and where to look; the totals (empty on other ranks)."""
@@ -232,7 +231,12 @@ class Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close(haste=kind is not None)
+        try:
+            self.close(haste=kind is not None)
+        except (OSError, runfolder.StaleAttempt) as later:
+            if error is None:
+                raise
+            error.add_note(f"closing the reports then failed too: {later}")
 
     def _record(self, update: int, line: Mapping[str, float]) -> None:
         self._metrics.append(line)

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,18 +132,12 @@ class Trackers:
         if names:
             _ready_accelerate()
         self.feeds = [Feed(name, known.get(name, Standing("")), _maker(name, run, config, known)) for name in names]
-        for feed in self.feeds:
-            if feed.mistake is None:
-                continue
-            if not goes_on:
-                self.close(HASTE_S)
-                raise UserError(
-                    f"report.trackers: {feed.name} cannot be started: {feed.mistake}; mend that, set "
-                    f"report.offline=true, or leave {feed.name} out"
-                )
-            say(f"{feed.name} cannot be started: {feed.mistake}; the run goes on without it")
-            self._told.add(feed.name)
-        self._write()
+        with ExitStack() as started:
+            started.callback(self._finish, HASTE_S)
+            for feed in self.feeds:
+                self._check_started(feed, goes_on)
+            self._write()
+            started.pop_all()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Tell all of them; what one does with it is counted."""
@@ -152,8 +147,7 @@ class Trackers:
 
     def close(self, patience_s: float = CLOSE_S) -> dict[str, Any]:
         """Finish all of them; what became of each, by name."""
-        for feed in self.feeds:
-            feed.close(patience_s)
+        self._finish(patience_s)
         self._tell()
         self._write()
         return self.standings()
@@ -161,6 +155,21 @@ class Trackers:
     def standings(self) -> dict[str, Any]:
         """What has become of each, by name."""
         return {feed.name: vars(feed.standing).copy() for feed in self.feeds}
+
+    def _check_started(self, feed: Feed, goes_on: bool) -> None:
+        if feed.mistake is None:
+            return
+        if not goes_on:
+            raise UserError(
+                f"report.trackers: {feed.name} cannot be started: {feed.mistake}; mend that, set "
+                f"report.offline=true, or leave {feed.name} out"
+            )
+        self._say(f"{feed.name} cannot be started: {feed.mistake}; the run goes on without it")
+        self._told.add(feed.name)
+
+    def _finish(self, patience_s: float) -> None:
+        for feed in self.feeds:
+            feed.close(patience_s)
 
     def _tell(self) -> None:
         for feed in self.feeds:

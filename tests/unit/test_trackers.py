@@ -19,6 +19,7 @@ import pytest
 import torch
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
+from torch.utils.tensorboard import SummaryWriter
 
 from configs import redact, rules, runfolder, tracker_names
 from configs.errors import UserError
@@ -175,6 +176,36 @@ def test_what_fails_later_is_counted_and_the_run_goes_on(
     assert KEY not in json.dumps(found) + stream.getvalue()
     assert stream.getvalue().count("wandb did not take a line") == 1
     assert [line["update"] for line in report.read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_where_the_end_cannot_be_written_all_is_closed_and_the_first_error_stays(
+    tmp_path: Path, noted: type[Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, closed = tmp_path / "run", list[str]()
+    monkeypatch.setattr(SummaryWriter, "close", lambda _: closed.append("board"))
+    monkeypatch.setattr(report._Lines, "close", lambda _: closed.append("progress"))
+    told = reporter(run, config("wandb"))
+    (run / runfolder.ATTEMPT).write_text("1\n")  # this process is of a life that is over
+    with pytest.raises(ValueError, match="what went wrong") as caught, told:
+        raise ValueError("what went wrong")
+    assert closed == ["progress", "board"]
+    assert noted.made[0].finished
+    assert any("closing the reports then failed too: attempt 0 may not" in note for note in caught.value.__notes__)
+
+
+def test_without_another_error_that_of_closing_is_said(tmp_path: Path, noted: type[Noted]) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(runfolder.StaleAttempt), reporter(run, config("wandb")):
+        (run / runfolder.ATTEMPT).write_text("1\n")
+
+
+def test_a_life_that_is_over_leaves_no_tracker_running(tmp_path: Path, noted: type[Noted]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / runfolder.ATTEMPT).write_text("1\n")
+    with pytest.raises(runfolder.StaleAttempt):
+        trackers.Trackers(run, config("wandb"), True, print)
+    assert noted.made[0].finished
 
 
 def test_training_never_waits_for_a_tracker(
