@@ -8,6 +8,7 @@ its logits, each row less its mean, over the rows that predict its target; the l
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
@@ -79,11 +80,18 @@ def check(folder: Path, config: Config, trained: Mapping[str, Tensor], examples:
     if not (folder / export.RECORD).is_file():
         raise UserError(f"{folder} is no export: it has no {export.RECORD}; make one with `prefix-train export RUN`")
     record = runfolder.read_json(folder / export.RECORD)
+    if "kind" not in record:
+        raise UserError(
+            f"{folder / export.RECORD} does not say what kind of export this is: an earlier version wrote it; "
+            "export it again with `prefix-train export RUN`"
+        )
     adapter = record["kind"] == "adapter"
     dtype = config.model.dtype if adapter else runfolder.read_json(folder / "config.json")["dtype"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = record.get("weights", "model")
     wanted = own_logits(config, dict(trained), weights, examples, device, rounded=not adapter and dtype == "bfloat16")
+    gc.collect()  # a model may refer to itself, and the other process needs its memory
+    torch.cuda.empty_cache()
     text = None if adapter else wanted.tokenizer.decode(examples[0].ids)
     with tempfile.TemporaryDirectory() as name:
         base = base_of(config, Path(name)) if adapter else (str(folder), {})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import EvaluateConfig, ModelConfig, SlurmConfig, StreamConfig
-from prefix_train import export
+from prefix_train import export, outcome
 from prefix_train.exports import check, merge
 from prefix_train.exports.merge import Merging
 from prefix_train.exports.run import check_export, export_run
@@ -211,6 +213,48 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     with pytest.raises(UserError, match=r"is no export: it has no export\.json"):
         check_export(tmp_path / "source", run, 1)
+
+
+def test_an_export_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    done = export_run(run)
+    record = json.loads((done.folder / export.RECORD).read_text())
+    del record["kind"]
+    (done.folder / export.RECORD).write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"adapter/export\.json does not say what kind .*`prefix-train export RUN`"):
+        check_export(done.folder, run, 1)
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_the_runs_model_is_gone_before_the_other_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, collected: bool
+) -> None:
+    """One GPU need not hold both, also where a model refers to itself. It shows where nothing is collected."""
+    run = run_in(tmp_path)
+    done = export_run(run)
+    restore, made, seen = outcome.restore, [], []
+
+    def watched(*given: Any) -> Any:
+        model, processor = restore(*given)
+        model.__dict__["itself"] = model
+        made.append(weakref.ref(model))
+        return model, processor
+
+    def alone(*_: Any) -> Any:
+        seen.append("loaded")
+        return None, {"said": []}
+
+    monkeypatch.setattr(outcome, "restore", watched)
+    monkeypatch.setattr(check, "alone", alone)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("kept" if made[0]() else "gone"))
+    if not collected:
+        monkeypatch.setattr(gc, "collect", lambda: 0)
+    gc.disable()
+    try:
+        check_export(done.folder, run, 1)
+    finally:
+        gc.enable()
+    assert seen == ["gone" if collected else "kept", "loaded"]
 
 
 def test_the_checking_program_imports_nothing_of_ours() -> None:
