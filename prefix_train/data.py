@@ -13,7 +13,7 @@ from prefix_train import chat, tables
 from prefix_train.chat import shown
 from prefix_train.prompts import Prompts
 from prefix_train.render import Example, Renderer
-from prefix_train.rows import JsonLines, Line, Rows
+from prefix_train.rows import JsonLines, Line, Rows, check_name
 
 KEPT_TOKENS = 1 << 24
 
@@ -167,7 +167,11 @@ def _each(rows: Rows, on_bad: Literal["stop", "skip"], skipped: list[str]) -> It
 
 
 def rows_of(path: Path) -> Rows:
-    """The rows of `path`: chat JSONL, a parquet file, a folder of them or one saved by `datasets`, or of prompts."""
+    """The rows of `path`: chat JSONL, a parquet file, a folder of them or one saved by `datasets`, or of prompts.
+
+    Raises UserError where its name is not UTF-8.
+    """
+    check_name(path)
     if tables.is_table(path):
         return tables.Table(path)
     return Prompts(path) if path.is_dir() else JsonLines(path)

@@ -23,7 +23,7 @@ from typing import Any
 
 from configs.errors import UserError
 from prefix_train.chat import shown
-from prefix_train.rows import JsonLines, Line, decode_row
+from prefix_train.rows import JsonLines, Line, check_name, decode_row
 
 ITEMS, SYSTEM = "items.jsonl", ("system.md", "system.txt")
 
@@ -113,7 +113,7 @@ def _folders(path: Path) -> list[Path]:
 
 def _entries(path: Path) -> list[Path]:
     try:
-        return sorted(entry for entry in path.iterdir() if not _ignored(entry.name))
+        return sorted(check_name(entry) for entry in path.iterdir() if not _ignored(entry.name))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -75,6 +75,16 @@ class JsonLines:
         return self.path.parent
 
 
+def check_name(path: Path) -> Path:
+    """`path`, whose name stands in results as UTF-8. Raises UserError where it cannot."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown_path = str(path).encode(errors="backslashreplace").decode()
+        raise UserError(f"{shown_path}: the name is not UTF-8; give it another one") from None
+    return path
+
+
 def read_lines(path: Path) -> Iterator[Line]:
     """The lines of a file that are not blank.
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from configs.errors import UserError
 from prefix_train.chat import shown
-from prefix_train.rows import Line, decode_row
+from prefix_train.rows import Line, check_name, decode_row
 
 COLUMNS = ("id", "messages", "targets", "tools", "images")
 
@@ -44,10 +44,10 @@ def is_table(path: Path) -> bool:
 def files_of(path: Path) -> list[Path]:
     """The files that hold the rows of `path`, in their order; of a file that is no table itself.
 
-    Raises UserError where a folder holds several splits, or is not what `datasets` saves.
+    Raises UserError where a folder holds several splits, or is not what `datasets` saves, or a name is not UTF-8.
     """
     if not path.is_dir():
-        return [path]
+        return [check_name(path)]
     if (path / SPLITS).is_file():
         splits = sorted(folder.name for folder in path.iterdir() if (folder / SAVED).is_file())
         raise UserError(
@@ -55,7 +55,7 @@ def files_of(path: Path) -> list[Path]:
         )
     if (path / SAVED).is_file():
         return _saved(path)
-    files = sorted(path.rglob("*.parquet"))
+    files = sorted(check_name(file) for file in path.rglob("*.parquet"))
     splits = sorted({found[1] for file in files if (found := re.match(r"(.+)-\d+-of-\d+$", file.stem))})
     if len(splits) > 1:
         raise UserError(f"{path} holds the splits {', '.join(splits)}: name one file, or a folder with one split")
@@ -71,7 +71,7 @@ def _saved(path: Path) -> list[Path]:
         raise UserError(f"{path / SAVED} is not what `datasets` saves; save the data again ({error!r})") from error
     if selected:
         raise UserError(f"{path}: an old version of `datasets` saved a selection of rows here; save it with a new one")
-    return [path / name for name in names]
+    return [check_name(path / name) for name in names]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,16 @@ def test_a_folder_of_prompts_is_planned_and_every_change_of_it_is_noticed(
             lengths.load(config)
         cli.plan_command(tmp_path / "c.yaml")
         lengths.load(config)
+
+
+@pytest.mark.parametrize("place", ["a set", "an image", "the folder"])
+def test_a_name_that_is_not_utf8_is_one_line(tmp_path: Path, place: str) -> None:
+    """It stands in the source of every example, which predictions name."""
+    hostile = os.fsdecode(b"na\xefve")
+    folder = tmp_path / (hostile if place == "the folder" else "data")
+    made(folder / (hostile if place == "a set" else "set"), SORT, [item(1)])
+    if place == "an image":
+        chats.draw(tmp_path / "a.png").rename(folder / "set" / f"{hostile}.png")
+    with pytest.raises(UserError, match=r"na\\udcefve(\.png)?: the name is not UTF-8; give it another one") as caught:
+        load(folder)
+    assert str(caught.value).isascii()

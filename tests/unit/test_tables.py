@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -352,3 +353,13 @@ def test_a_folder_is_planned_and_its_change_is_noticed(tmp_path: Path, capsys: p
     parquet(folder / "b.parquet", records()[5:])
     with pytest.raises(UserError, match=r"made for something else: data "):
         lengths.load(config)
+
+
+def test_a_name_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
+    hostile = os.fsdecode(b"na\xefve.parquet")
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / hostile, tmp_path / "folder" / hostile):
+        parquet(tmp_path / "plain.parquet", records()).rename(path)
+    for path in (tmp_path / hostile, tmp_path / "folder"):
+        with pytest.raises(UserError, match=r"na\\udcefve\.parquet: the name is not UTF-8; give it another one"):
+            tables.Table(path)
