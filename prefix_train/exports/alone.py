@@ -1,7 +1,7 @@
 """Computes with an exported folder as its user would: a program of its own, of transformers and PEFT alone.
 
-`export_check` starts it in Python's isolated mode, by this file's path, with the name of a JSON file: nothing of the
-package is imported here, so what it computes owes nothing to the package's patches or adapters.
+`check` starts it by this file's path, whose folder Python does not search, with the name of a JSON file. Nothing of the
+package is imported here, and the answer says so: what it computes owes nothing to the package's patches or adapters.
 """
 
 import json

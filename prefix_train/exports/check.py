@@ -189,7 +189,8 @@ def alone(task: dict[str, Any], examples: Sequence[Example], folder: Path) -> tu
     task = task | files | {"answer": str(folder / "answer.json")}
     runfolder.write_json(folder / "task.json", task)
     ran = subprocess.run(
-        [sys.executable, "-I", str(ALONE), str(folder / "task.json")],
+        # Not isolated: transformers may be the user's own, or of a module system by PYTHONPATH.
+        [sys.executable, "-P", str(ALONE), str(folder / "task.json")],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

@@ -257,10 +257,27 @@ def test_the_runs_model_is_gone_before_the_other_is_loaded(
     assert seen == ["gone" if collected else "kept", "loaded"]
 
 
+def test_transformers_is_found_where_the_user_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of PYTHONPATH, as module systems say it; one that says which it is stands for it here."""
+    (tmp_path / "transformers.py").write_text("raise ImportError('of the module system')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert check.alone({}, [], tmp_path) == (None, {"said": ["it does not load: ImportError: of the module system"]})
+
+
+def test_a_process_with_the_package_in_it_is_no_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a user's start-up imports, as PYTHONPATH and a user's own packages can."""
+    run = run_in(tmp_path)
+    done = export_run(run)
+    (tmp_path / "sitecustomize.py").write_text("import prefix_train.tensors")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(check.__file__).parents[2]}")
+    with pytest.raises(AssertionError, match="others' alone imported prefix_train"):
+        check_export(done.folder, run, 1)
+
+
 def test_the_checking_program_imports_nothing_of_ours() -> None:
     """Also where the package is installed: the imports that it makes bring none of it along."""
     program = f"import sys, runpy; runpy.run_path({str(check.ALONE)!r}, run_name='alone'); print(*sys.modules)"
-    ran = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=120)
     loaded = set(ran.stdout.split())
     assert {"transformers", "peft"} <= loaded
     assert not {name for name in loaded if name.split(".")[0] in ("prefix_train", "configs", "slurm", "preflight")}
