@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_train import anatomy, bench_gate, budget, gradients, kernels, offload, outcome
+from prefix_train import anatomy, bench_gate, budget, dropout, gradients, kernels, offload, outcome
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.bench_pack import Case
@@ -179,6 +179,7 @@ def measure(
     _reset_peak(device)
     with watch.of_update("first update"):
         found["first_s"] = seconds(row.run, device)
+    found["kernels"] = outcome.kernels(row.config, device, dropout.counted_masks(row.root))
     found["memory"] = _memory(device, weights) | _host(row.offload) | row.predicted()
     tell(found)
     warm: list[float] = []

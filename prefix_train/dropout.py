@@ -18,6 +18,9 @@ from prefix_train import counted
 BLOCK = 2048
 """Rows whose masks come from one seed."""
 
+IN_REGISTERS, WRITTEN = "in registers", "written out"
+"""Where a counted mask is made."""
+
 
 class SeededDropout(nn.Module):
     """Drops entries with probability `p` and scales the rest by 1 / (1 - p), in training only.
@@ -25,6 +28,7 @@ class SeededDropout(nn.Module):
     `draw` names (run, update, pack) and is set before each forward by the layer that owns the module. Raises
     RuntimeError in training where it was not: a mask would come from nowhere. `first_row`, a multiple of BLOCK: where
     the rows of the next inputs begin in the pack. counted: its masks are those of `counted`, by which p is rounded.
+    made: how counted masks have been made so far, of IN_REGISTERS and WRITTEN.
     """
 
     def __init__(self, p: float, place: str, counted: bool = False) -> None:
@@ -32,6 +36,7 @@ class SeededDropout(nn.Module):
         self.p, self.place, self.counted = p, place, counted
         self.draw: str | None = None
         self.first_row = 0
+        self.made: set[str] = set()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`inputs`: [..., D]; rows are all dimensions but the last."""
@@ -46,6 +51,7 @@ class SeededDropout(nn.Module):
             return None
         draw = self._require_draw()
         if self.counted:
+            self.made.add(WRITTEN)
             columns = inputs.shape[-1]
             rows = inputs.numel() // columns
             return counted.keep(self.drawn(), rows, columns, inputs.device, inputs.dtype).view(inputs.shape)
@@ -109,3 +115,15 @@ def tiles(dropouts: Sequence[SeededDropout], count: int, rows: int) -> Iterator[
 def find(module: nn.Module) -> list[SeededDropout]:
     """All seeded dropouts below `module`."""
     return [child for child in module.modules() if isinstance(child, SeededDropout)]
+
+
+def counted_masks(module: nn.Module) -> str | None:
+    """How the counted masks below `module` have been made so far; None where masks are not counted."""
+    dropouts = [one for one in find(module) if one.counted]
+    if not dropouts:
+        return None
+    written = [one.place for one in dropouts if WRITTEN in one.made]
+    if not any(IN_REGISTERS in one.made for one in dropouts):
+        return WRITTEN if written else "none made"
+    more = f"; {WRITTEN} in {len(written)} of {len(dropouts)} modules, {written[0]} the first" if written else ""
+    return IN_REGISTERS + more

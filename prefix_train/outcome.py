@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, attention, counted, deltanet, engines, evaluate, export, fused, precision, verify
+from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, precision, verify
 from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.evaluate import Scored
@@ -44,7 +44,8 @@ class Closing:
 
     hash_before: of the same tensors before the first update. losses: of the held-out examples, by index. metrics: of
     the answers. covered, waiting: how many trained tensors have had a gradient in this life, names of those that have
-    not. skipped: one line for each example that was left out. totals: the reporter's.
+    not. skipped: one line for each example that was left out. totals: the reporter's. masks: `dropout.counted_masks` of
+    the model that was trained.
     """
 
     trained: dict[str, Tensor]
@@ -57,6 +58,7 @@ class Closing:
     waiting: list[str]
     skipped: list[str]
     totals: dict[str, Any]
+    masks: str | None
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def write(run: Path, config: Config, closing: Closing, ready: Restored | None, d
         **closing.totals,
         "layers": len(anatomy.find(model).layers),
         "tensors": {"trained": len(closing.trained), "covered": closing.covered, "without_gradient": closing.waiting},
-        "kernels": kernels(config, device),
+        "kernels": kernels(config, device, closing.masks),
         "skipped": closing.skipped,
         "hash_before": closing.hash_before,
         "hash_after": exported.digest,
@@ -139,14 +141,14 @@ def _judged(result: dict[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name in named if name in result}
 
 
-def kernels(config: Config, device: torch.device) -> dict[str, str]:
-    """What computed the packs, and whether transformers' own model had its fast kernels or fell back to torch."""
+def kernels(config: Config, device: torch.device, masks: str | None = None) -> dict[str, str]:
+    """What computed the packs, and whether transformers' own model had its fast kernels or fell back to torch.
+
+    masks: how counted masks were made, where they are counted.
+    """
     fast = is_flash_linear_attention_available() and device.type == "cuda"
-    masks = {}
-    if config.adapter.masks == "counted":
-        masks = {"adapter_masks": "in registers" if counted.available(device) else "written out"}
     return {
-        **masks,
+        **({} if masks is None else {"adapter_masks": masks}),
         "attention": attention.resolve_kernels(config.model.attention, device, models.DTYPES[config.model.dtype]),
         "elementwise": fused.resolve(config.model.elementwise, device),
         "deltanet": deltanet.resolve_kernels(config.model.deltanet, device),

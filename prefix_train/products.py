@@ -16,7 +16,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from prefix_train import counted
-from prefix_train.dropout import SeededDropout
+from prefix_train.dropout import IN_REGISTERS, SeededDropout
 
 
 class Weights(NamedTuple):
@@ -111,6 +111,7 @@ class Product:
         """What the mask is drawn from, where kernels draw it themselves."""
         if self.dropout is None or not self._drops or not self.dropout.counted or not counted.in_registers(x, a):
             return None
+        self.dropout.made.add(IN_REGISTERS)
         return self.dropout.drawn()
 
     def _keep(self, x: Tensor) -> Tensor | None:

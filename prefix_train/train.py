@@ -22,6 +22,7 @@ from configs.errors import UserError
 from configs.schema import Config
 from prefix_train import anatomy, biopsies, checkpoint, digits, dist, engines, gradients, kernels, offload, outcome
 from prefix_train.budget import Shape
+from prefix_train.dropout import counted_masks
 from prefix_train.feed import Feed, load_agreed, shape_of
 from prefix_train.heartbeat import Heartbeat
 from prefix_train.heldout import Heldout
@@ -175,6 +176,7 @@ class Life:
             self.stepper.coverage.waiting,
             self.skipped,
             self.reporter.finish(),
+            counted_masks(self.model),
         )
 
     def _resume(self) -> Cursor:

@@ -70,6 +70,11 @@ def test_rows_are_whole_updates_of_the_same_examples(capfd: pytest.CaptureFixtur
     assert alone["memory"]["predicted_pinned_gib"] <= packed["memory"]["predicted_pinned_gib"]
 
 
+def test_a_row_says_how_counted_masks_were_made() -> None:
+    case = dataclasses.replace(CASE, overrides=("memory.offload=none", "adapter.masks=counted"))
+    assert measure("packed", case, CPU)["kernels"]["adapter_masks"] == "written out"
+
+
 def test_a_phase_is_said_before_it_is_done(capfd: pytest.CaptureFixture[str]) -> None:
     watch = Watch("packed", CPU)
     with watch.phase("pinning host memory"):

@@ -249,6 +249,17 @@ def test_a_bad_row_stops_or_is_left_out(tmp_path: Path, data: Path, monkeypatch:
     assert result["examples"] == 7
 
 
+def test_the_result_says_how_counted_masks_were_made(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(options(data), verify=VerifyConfig(), train=TrainConfig(updates=1), evaluate=EvaluateConfig())
+    adapter = replace(config.adapter, masks="counted")
+    config = replace(config, data=replace(config.data, heldout=None), adapter=adapter)
+    run = make_run(tmp_path / "run", config)
+    assert here(run, monkeypatch) == 0
+    assert runfolder.read_json(run / runfolder.RESULT)["kernels"]["adapter_masks"] == "written out"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.nn import functional
 
 from configs.schema import AdapterConfig, Config
-from prefix_train import counted, outcome
+from prefix_train import counted, dropout, frozen, outcome
 from prefix_train.counted import Draw
 from prefix_train.dropout import SeededDropout
 from prefix_train.geometry import Geometry
@@ -74,8 +78,8 @@ def test_what_an_adapter_keeps_is_what_is_planned(dtype: torch.dtype, itemsize: 
     geometry = Geometry.of(MODELS["qwen3_5, 27B"])
     config = AdapterConfig(rank=8, dropout=0.1, targets=["down_proj"])
     columns = geometry.linears(0)["down_proj"][0]
-    dropout, x = SeededDropout(0.1, "here", counted), torch.randn(3, columns).to(dtype).requires_grad_()
-    dropout.draw = "1/2/3"
+    drops, x = SeededDropout(0.1, "here", counted), torch.randn(3, columns).to(dtype).requires_grad_()
+    drops.draw = "1/2/3"
     a, b = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((8, columns), (16, 8)))
     kept = dict[int, int]()
 
@@ -84,7 +88,7 @@ def test_what_an_adapter_keeps_is_what_is_planned(dtype: torch.dtype, itemsize: 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        functional.linear(functional.linear(dropout(x), a), b)
+        functional.linear(functional.linear(drops(x), a), b)
     for weight in (a, b):
         del kept[weight.untyped_storage().data_ptr()]
     assert sum(kept.values()) == adapter_input_bytes(geometry, 0, 3, config, itemsize)
@@ -104,9 +108,41 @@ def test_as_many_stay_as_should(p: float) -> None:
     assert abs(float(neighbours.mean())) < 5 * spread
 
 
-def test_what_ran_says_where_masks_were_made() -> None:
-    config = Config(adapter=AdapterConfig(masks="counted"))
-    assert outcome.kernels(config, CPU)["adapter_masks"] == "written out"
+def adapted(*names: str, masks: Literal["drawn", "counted"] = "counted") -> nn.ModuleDict:
+    """Linear modules with adapters and dropout, whose forward is `frozen`'s."""
+    layers = nn.ModuleDict({name: nn.Linear(24, 16) for name in names})
+    get_peft_model(nn.Sequential(layers), LoraConfig(r=2, lora_dropout=0.3, target_modules=list(names)))  # type: ignore[arg-type]
+    for name, module in layers.items():
+        module.lora_dropout["default"] = SeededDropout(0.3, name, masks == "counted")
+        module.lora_dropout["default"].draw = "1/2/3"
+        module.forward = frozen.Adapted(module, 2048, module.forward)
+    return layers
+
+
+def test_what_ran_says_how_masks_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = adapted("first", "second"), torch.randn(1, 5, 24)
+    assert dropout.counted_masks(layers) == "none made"
+    layers["first"](x)
+    assert dropout.counted_masks(layers) == "written out"
+    drawn = adapted("first", masks="drawn")
+    drawn["first"](x)
+    assert dropout.counted_masks(drawn) is None
+
+    layers = adapted("first", "second")
+    monkeypatch.setattr(counted, "available", lambda _: True)
+    monkeypatch.setattr(counted, "down", lambda x, a, draw: x @ a.mT)
+    layers["first"](x)
+    layers["second"].eval()(x)
+    assert dropout.counted_masks(layers) == "in registers"
+    layers["second"].base_layer.weight.requires_grad_(True)  # which products with frozen weights leave alone
+    layers["second"].train()(x)
+    assert dropout.counted_masks(layers) == "in registers; written out in 1 of 2 modules, second the first"
+    layers["first"].forward.otherwise(x)
+    assert dropout.counted_masks(layers) == "in registers; written out in 2 of 2 modules, first the first"
+
+
+def test_kernels_say_it_where_masks_are_counted() -> None:
+    assert outcome.kernels(Config(), CPU, "written out")["adapter_masks"] == "written out"
     assert "adapter_masks" not in outcome.kernels(Config(), CPU)
 
 
