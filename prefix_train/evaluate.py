@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +115,7 @@ def score(
 
     Every rank calls it, also with no answer. What a user's metric raises is kept, so that no rank waits for another.
     """
-    sources = [answer.source for _, answer in mine]
-    rows = ranks.together(lambda: read_rows(data, sources) if any_own(metrics) else {})
-    scores, mistakes = _score(mine, metrics, rows)
+    scores, mistakes = ranks.together(lambda: _score([answer for _, answer in mine], metrics, data))
     parts = [[index, asdict(answer), one] for (index, answer), one in zip(mine, scores, strict=True)]
     gathered = ranks.gather({"parts": parts, "mistakes": mistakes, "counts": asdict(counts)})
     for rank in reversed(gathered):
@@ -127,17 +126,24 @@ def score(
 
 
 def _score(
-    mine: Sequence[tuple[int, Answer]], metrics: Sequence[Metric], rows: Mapping[str, dict[str, Any]]
+    answers: Sequence[Answer], metrics: Sequence[Metric], data: Path
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Scores of each answer by metric, and for each metric that failed the first mistake."""
-    scores: list[dict[str, Any]] = [{} for _ in mine]
+    """Scores of each answer by metric, and for each metric that failed the first mistake.
+
+    Raises UserError where a user's metric needs the rows of `data` and one cannot be read.
+    """
+    scores: list[dict[str, Any]] = [{} for _ in answers]
     mistakes: dict[str, str] = {}
-    for metric in metrics:
-        try:
-            for (_, answer), into in zip(mine, scores, strict=True):
-                into[metric.name] = metric.score(answer, rows.get(answer.source, {}))
-        except UserError as error:
-            mistakes[metric.name] = str(error)
+    places: dict[str, list[int]] = {}
+    for place, answer in enumerate(answers):
+        places.setdefault(row_of(answer.source), []).append(place)
+    for name, row in read_rows(data, places) if any_own(metrics) else ((name, {}) for name in places):
+        for place, metric in product(places[name], metrics):
+            if metric.name not in mistakes:
+                try:
+                    scores[place][metric.name] = metric.score(answers[place], row)
+                except UserError as error:
+                    mistakes[metric.name] = str(error)
     return scores, mistakes
 
 
@@ -166,16 +172,21 @@ def any_own(metrics: Sequence[Metric]) -> bool:
     return any(isinstance(metric, OwnMetric) for metric in metrics)
 
 
-def read_rows(data: Path, sources: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The rows of `data` by the sources of their examples. Raises UserError where it cannot be read."""
-    wanted: dict[str, list[str]] = {}
-    for source in sources:
-        wanted.setdefault(row_of(source), []).append(source)
+def read_rows(data: Path, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those rows of `data` whose `file:line` is in `names`, each with it; one at a time, as far as they are needed.
+
+    Raises UserError where one cannot be read or is not there.
+    """
+    wanted = set(names)
     rows = rows_of(data)
-    found = {line.source: rows.record(line) for line in (rows if wanted else ()) if line.source in wanted}
-    for row in wanted.keys() - found.keys():
-        raise UserError(f"{row}: the row is not there any more")
-    return {source: found[row] for row, named in wanted.items() for source in named}
+    for line in rows if wanted else ():
+        if line.source in wanted:
+            yield line.source, rows.record(line)
+            wanted.remove(line.source)
+            if not wanted:
+                return
+    if wanted:
+        raise UserError(f"{min(wanted)}: the row is not there any more")
 
 
 def row_of(source: str) -> str:
@@ -190,7 +201,7 @@ def try_out(metrics: Sequence[Metric], example: Example, data: Path) -> None:
     """
     if not any_own(metrics):
         return
-    row = read_rows(data, [example.source])[example.source]
+    ((_, row),) = read_rows(data, [row_of(example.source)])
     right = Answer(example.id, example.source, example.answer, example.answer, True, 0)
     for metric in metrics:
         metric.score(right, row)
