@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
 from prefix_train import frozen, fused
-from prefix_train.dropout import SeededDropout
+from prefix_train.dropout import SeededDropout, counted_masks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,6 +129,7 @@ def test_masks_in_registers(dtype: torch.dtype) -> None:
         out = forward(given * 1)
         learned = [one for one in block.parameters() if one.requires_grad]
         found.append([out.detach(), *torch.autograd.grad((out.double() * weight).sum(), [given, *learned])])
+        assert counted_masks(block) == ("in registers" if kind == "mine" else "written out")
     for true, slow, fast in zip(*found, strict=True):
         floor = 2e-6 if dtype == torch.float32 else 1e-3
         assert error(fast, true) <= max(1.2 * error(slow, true), floor)
