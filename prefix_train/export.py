@@ -110,6 +110,15 @@ def aside(folder: Path, run: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What the disk refuses is one line. For a block of writing alone: an error of reading would be told as one."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{folder} could not be written, and nothing was left of it: {error}") from error
+
+
 def write_record(folder: Path, done: Exported, **more: str) -> None:
     """`export.json`: what was exported, by its digest; `kind` is adapter, model or merged."""
     record = {"digest": done.digest, "tensors": done.tensors, "parameters": done.parameters}

@@ -100,7 +100,7 @@ def export_merged(config: Config, newest: Path, folder: Path, merging: Merging) 
     """Write the model of the checkpoint `newest` of a run with `config` into `folder`, whole or not at all.
 
     Everything is read back as transformers would load it and compared. Raises UserError where the weights are not to
-    be had, TensorError where something is not what was trained or not finite, OSError where the disk cannot hold it.
+    be had or the disk cannot hold the model, TensorError where something is not what was trained or not finite.
     """
     written = replace(config.model, dtype=merging.dtype or config.model.dtype)
     skeleton = models.skeleton(written)
@@ -109,7 +109,7 @@ def export_merged(config: Config, newest: Path, folder: Path, merging: Merging) 
     trained = Trained(newest, anatomy.trainable(adapted))
     changes = changes_of(adapted, trained)
     blocks = of_store(config) if merging.weights == "store" else of_path(config.model)
-    with export.aside(folder) as made:
+    with export.writing(folder), export.aside(folder) as made:
         shards = Shards(made, disk_layout(skeleton), merging.shard_bytes)
         hashes: dict[str, str] = {}
         for block in blocks:
@@ -175,8 +175,8 @@ Block = Iterator[tuple[str, Callable[[], Tensor]]]
 def of_path(config: ModelConfig) -> Iterator[Block]:
     """The model as a run with `config` loads it, block after block. UserError as `sources.open_source` raises it."""
     source = sources.open_source(config)
-    for block in places.place(source.model, places.Choice("plain", models.DTYPES[config.dtype])):
-        yield _tensors(source, block)
+    blocks = places.place(source.model, places.Choice("plain", models.DTYPES[config.dtype]))
+    return (_tensors(source, block) for block in blocks)
 
 
 def _tensors(source: sources.Source, block: BlockFile) -> Block:
@@ -194,8 +194,7 @@ def of_store(config: Config) -> Iterator[Block]:
         raise UserError("--weights store: the run has none, it trained with engine=sharded; leave it out")
     store = engines.open_store(config)
     engine.load(config.model, store)  # says so where the store is another model's
-    for block in store.blocks:
-        yield _unpacked(store, block)
+    return (_unpacked(store, block) for block in store.blocks)
 
 
 def _unpacked(store: Store, block: BlockFile) -> Block:

@@ -13,7 +13,7 @@ import transformers
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, checkpoint, export
+from prefix_train import anatomy, checkpoint, export, geometry
 from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.exports import check, merge
@@ -27,20 +27,24 @@ def export_run(run: Path, folder: Path | None = None, merging: Merging | None = 
     """Write what a run has trained, by default into its own folder: `adapter`, `weights`, or `merged`.
 
     The adapter in PEFT's format; with `merging` the whole model, never in memory whole; where everything was trained
-    and `merging` is not given, the whole model in float32. Raises UserError where the disk cannot hold it.
+    and `merging` is not given, the whole model in float32. Raises UserError where the disk cannot hold it, or does not
+    give what it is made of.
     """
     config, newest = newest_of(run)
     adapter = config.train.trainable == "adapter"
     name = runfolder.MERGED if merging else runfolder.ADAPTER if adapter else runfolder.WEIGHTS
     place = folder or run / name
-    with writing(place):
+    with reading(run):
         if merging is not None:
             return merge.export_merged(config, newest, place, merging)
         if adapter:
-            skeleton = models.adapt(models.skeleton(config.model), config)
-            return export.export(skeleton, None, export.from_checkpoint(newest, skeleton), place)
-        review = Review.of(run)
-        return export.export(review.model, review.processor, review.trained, place)
+            model, processor = models.adapt(models.skeleton(config.model), config), None
+            trained = export.from_checkpoint(newest, model)
+        else:
+            review = Review.of(run)
+            model, processor, trained = review.model, review.processor, review.trained
+        with export.writing(place):
+            return export.export(model, processor, trained, place)
 
 
 def check_export(folder: Path, run: Path, examples: int) -> dict[str, Any]:
@@ -59,17 +63,18 @@ def check_export(folder: Path, run: Path, examples: int) -> dict[str, Any]:
 
 
 def newest_of(run: Path) -> tuple[Config, Path]:
-    """The options of `run` and its newest checkpoint. Raises UserError where there is none."""
+    """The options of `run` and its newest checkpoint. Raises UserError where there is none, or no model any more."""
     config, folder = compose.from_run(run), checkpoint.latest(run)
     if folder is None:
         raise UserError(f"{run} has no checkpoint yet: nothing has been trained that could be exported")
+    geometry.read_config(config.model)
     return config, folder
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What the disk refuses is one line."""
+def reading(run: Path) -> Iterator[None]:
+    """What the disk or transformers will not give is one line."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{folder} could not be written, and nothing was left of it: {error}") from error
+        raise UserError(f"{run}: its checkpoint or its model could not be read: {error}") from error
