@@ -23,6 +23,7 @@ from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.heldout import Heldout
 from prefix_train.render import Renderer
+from prefix_train.rows import check_name
 from prefix_train.tensors import TensorError
 
 
@@ -48,7 +49,7 @@ class Evaluation:
         given = tuple(metric_names.absolute(name, Path.cwd()) for name in found.evaluate.metrics)
         found = dataclasses.replace(found, evaluate=dataclasses.replace(found.evaluate, metrics=list(given)))
         if self.data is not None:
-            path = os.path.abspath(self.data)
+            path = os.path.abspath(check_name(self.data))
             found = dataclasses.replace(found, data=dataclasses.replace(found.data, heldout=path))
         return found
 

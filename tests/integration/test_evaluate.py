@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -371,6 +372,7 @@ def test_a_metric_that_cannot_be_used_ends_a_run_before_its_first_update(tmp_pat
         (["evaluate.metrics=exakt"], "'exakt' is no metric"),
         (["evaluate.metrics=none.py:f"], "none.py cannot be read: No such file"),
         (["--data", "no.jsonl"], "no.jsonl: no such file"),
+        (["--data", os.fsdecode(b"na\xefve.jsonl")], "na\\udcefve.jsonl: the name is not UTF-8"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(
