@@ -137,7 +137,7 @@ def find_checkpoint(run: Path, update: int | None) -> Path:
 def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
     """Held-out loss through packs, answers and their metrics; what was found, which is written into the run folder.
 
-    Under torchrun or srun the ranks share the work, and all get the same. Raises UserError, after writing, where a
+    Under torchrun the ranks share the work, and all get the same. Raises UserError, after writing, where a
     user's metric failed.
     """
     own = compose.from_run(run)
