@@ -66,6 +66,11 @@ def process_attempt() -> int:
     return int(os.environ.get("PREFIX_TRAIN_ATTEMPT", "0"))
 
 
+def of_life(run: Path) -> Path | None:
+    """`run` in a process of one of its lives; none in a person's shell, which belongs to no life."""
+    return run if "PREFIX_TRAIN_ATTEMPT" in os.environ else None
+
+
 def check_attempt(run: Path) -> None:
     """Raise StaleAttempt if `run` has gone on to a later life than this process's."""
     mine, now = process_attempt(), current_attempt(run)

@@ -51,7 +51,7 @@ def run_command(
     if run_folder is not None:
         path = answer_path(run_folder, runfolder.current_attempt(run_folder), found.node)
         try:
-            runfolder.write_json(path, found.to_json(), run=run_folder)
+            runfolder.write_json(path, found.to_json(), run=runfolder.of_life(run_folder))
         except OSError as error:
             _print(judge([found], [found.node], options.allow), as_json)
             raise UserError(f"{found.node}: {path} cannot be written: {error.strerror}") from error
@@ -106,9 +106,9 @@ def judge_command(
     more = [*between_ranks, *_drains(verdict, expected)]
     text = report.text(verdict) + "".join(f"{line}\n" for line in more)
     try:
-        runfolder.write_json(folder / "report.json", report.document(verdict), run=run_folder)
-        runfolder.write_text(folder / "report.html", report.html(verdict), run=run_folder)
-        runfolder.write_text(folder / "report.txt", text, run=run_folder)
+        runfolder.write_json(folder / "report.json", report.document(verdict), run=runfolder.of_life(run_folder))
+        runfolder.write_text(folder / "report.html", report.html(verdict), run=runfolder.of_life(run_folder))
+        runfolder.write_text(folder / "report.txt", text, run=runfolder.of_life(run_folder))
     except OSError as error:
         _print(verdict, as_json, text)
         raise UserError(f"the report cannot be written into {folder}: {error.strerror or error}") from error

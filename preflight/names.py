@@ -15,6 +15,7 @@ AREAS = {
     "device": ("busy", "ecc", "gpus", "links", "mode", "pcie", "power", "throttled", "unlike"),
     "host": ("cache", "clock", "disk", "environment", "files", "limits", "memory", "name", "network", "shm"),
     "known": ("bad",),
+    "libraries": ("mapped",),
     "node": ("answer",),
     "pins": ("files", "proof"),
     "preflight": ("config",),

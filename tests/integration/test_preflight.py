@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from configs import compose, runfolder
 from configs.schema import Config, PreflightConfig
-from preflight import packages
+from preflight import names, packages
 from preflight.programs import ask
 from preflight.setting import Setting
 
@@ -41,6 +42,23 @@ def test_this_machine_passes() -> None:
     assert printed.startswith("PASS")
     checks = {finding["check"] for finding in document["nodes"][0]["findings"]}
     assert {"import.torch", "torch.backends", "libraries.mapped", "host.name", "host.cache", "known.bad"} <= checks
+    names.check_allowed(sorted(checks))
+
+
+def test_in_a_run_that_has_had_a_second_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person's shell belongs to no life of the run; a step of an earlier life is still refused."""
+    config = compose.load(ROOT / "configs" / "digits.yaml", ["preflight.min_free_memory_gib=0.5"])
+    runfolder.write_text(tmp_path / runfolder.CONFIG, compose.to_yaml(config))
+    runfolder.write_text(tmp_path / runfolder.ATTEMPT, "1")
+    monkeypatch.delenv("PREFIX_TRAIN_ATTEMPT", raising=False)
+    assert runfolder.of_life(tmp_path) is None
+    preflight("run", str(tmp_path), "--json")
+    preflight("judge", str(tmp_path), "--json")
+    report = (tmp_path / "preflight" / "1" / "report.txt").read_text()
+    assert "StaleAttempt" not in report
+    monkeypatch.setenv("PREFIX_TRAIN_ATTEMPT", "0")
+    with pytest.raises(AssertionError, match="attempt 0 may not write"):
+        preflight("judge", str(tmp_path), "--json")
 
 
 def test_planted_modules_are_found_and_blamed_one_by_one(tmp_path: Path) -> None:
