@@ -202,7 +202,7 @@ def test_resolve_kernels() -> None:
 
 def test_joined_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "available", lambda: False)
-    with pytest.raises(UserError, match="need Triton: install prefix-train"):
+    with pytest.raises(UserError, match="need Triton: pip install triton"):
         resolve_kernels("joined", torch.device("cuda"))
     monkeypatch.setattr(joined, "available", lambda: True)
     assert resolve_kernels("joined", torch.device("cuda")) == "joined"
