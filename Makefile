@@ -34,10 +34,9 @@ lint: $(READY)
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow and not gpu'
 
-# Every fault that a job on the test cluster must live through takes 40 minutes, one job after the other.
+# One after the other: kill points, measurements, and for 40 minutes every fault that a job on the cluster must survive.
 test-all: test
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'slow and not gpu and not cluster'
-	$(BIN)/pytest -m 'slow and cluster'
+	$(BIN)/pytest -m 'slow and not gpu'
 
 # All jobs on the test cluster, those of `make test` included.
 test-cluster: $(READY)
