@@ -172,71 +172,74 @@ def _trained_shapes(config: Config, geometry: Geometry) -> list[tuple[int, int]]
 
 
 def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
-    """Layer inputs, what layers keep while their backward runs, and logits."""
-    itemsize, layers = ITEMSIZE[config.model.dtype], geometry.layers
-    one = tensor_bytes(shape.positions, geometry.hidden, itemsize=itemsize)
-    away = offloaded_layers(config.memory.offload, layers)
+    """What lies on a GPU beside weights while a pack runs, and what waits for its backward on the host."""
+    attention = _kept_attention(config, geometry, shape)
+    return [
+        *_stream_terms(config, geometry, shape),
+        Term("attention kept", attention["gpu"], "gpu", "its output where it does not wait on the host; log-sum-exps"),
+        *_layer_terms(config, geometry, shape),
+        *_loss_terms(config, geometry, shape),
+        *_host_terms(config, geometry, shape, attention["host"]),
+    ]
+
+
+def _stream_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
+    """The hidden states between layers: those that are kept as inputs, and those that backward passes on."""
+    one = tensor_bytes(shape.positions, geometry.hidden, itemsize=ITEMSIZE[config.model.dtype])
+    away = offloaded_layers(config.memory.offload, geometry.layers)
     # Backward has the layer's own input and that of the layer before it, where these come back from the host.
-    inputs = max(layers - away, 2 if away else 0)
+    inputs = max(geometry.layers - away, 2 if away else 0)
     stream = 1 if tile_rows(config) else 3
-    kept_attention = _kept_attention(config, geometry, shape)
-    inside = [LayerBytes.of(config, geometry, layer, shape) for layer in range(layers)]
+    passing = "gradients that pass through a layer" + ", and its output" * (stream > 1)
+    return [
+        Term("layer inputs", inputs * one, "gpu", f"{inputs} x {one:,} B, copies under way included"),
+        Term("residual stream", stream * one, "gpu", passing),
+    ]
+
+
+def _layer_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
+    """What layers keep for their backward, of the largest alone where they are recomputed, and what it makes."""
+    inside = [LayerBytes.of(config, geometry, layer, shape) for layer in range(geometry.layers)]
     largest = max(inside, key=lambda found: found.kept + found.made)
-    rows = min(shape.rows, config.train.loss_chunk_rows)
-    words = min(config.train.loss_chunk_words or geometry.vocabulary, geometry.vocabulary)
-    per_node = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
     if config.memory.recompute:
         what = f"layer {largest.layer}, {geometry.layer_types[largest.layer]}"
         kept = Term("one layer recomputed", largest.kept, "gpu", what, "layer")
     else:
         everything = sum(found.kept for found in inside)
-        kept = Term("all layers' tensors", everything, "gpu", f"{layers} layers, nothing recomputed")
+        kept = Term("all layers' tensors", everything, "gpu", f"{geometry.layers} layers, nothing recomputed")
+    return [kept, Term("gradients in the layer", largest.made, "gpu", largest.what, "layer")]
+
+
+def _loss_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
+    """Logits of the rows and words that are computed at a time, and the gradient of a head that is trained."""
+    rows = min(shape.rows, config.train.loss_chunk_rows)
+    words = min(config.train.loss_chunk_words or geometry.vocabulary, geometry.vocabulary)
+    logits = tensor_bytes(rows, words, itemsize=8)
+    head = 0 if adapted(config) else tensor_bytes(geometry.vocabulary, geometry.hidden, itemsize=4)
+    what = f"{rows:,} rows x {words:,} x 8 B (float32, and a temporary of it)"
     return [
-        Term("layer inputs", inputs * one, "gpu", f"{inputs} x {one:,} B, copies under way included"),
-        kept,
-        Term(
-            "residual stream",
-            stream * one,
-            "gpu",
-            "gradients that pass through a layer" + ", and its output" * (stream > 1),
-        ),
-        Term(
-            "attention kept",
-            kept_attention["gpu"],
-            "gpu",
-            "its output where it does not wait on the host; log-sum-exps",
-        ),
-        Term(
-            "gradients in the layer",
-            largest.made,
-            "gpu",
-            largest.what,
-            "layer",
-        ),
-        Term(
-            "logits of a chunk",
-            tensor_bytes(rows, words, itemsize=8),
-            "gpu",
-            f"{rows:,} rows x {words:,} x 8 B (float32, and a temporary of it)",
-            "loss",
-        ),
-        Term(
-            "gradient of the head",
-            0 if adapted(config) else tensor_bytes(geometry.vocabulary, geometry.hidden, itemsize=4),
-            "gpu",
-            "float32, unsharded, where the head is trained",
-        ),
+        Term("logits of a chunk", logits, "gpu", what, "loss"),
+        Term("gradient of the head", head, "gpu", "float32, unsharded, where the head is trained"),
+    ]
+
+
+def _host_terms(config: Config, geometry: Geometry, shape: Shape, attention: int) -> list[Term]:
+    """What waits in pinned memory of a node: inputs of layers, and `attention` bytes of each rank."""
+    ranks = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
+    away = offloaded_layers(config.memory.offload, geometry.layers)
+    most, itemsize = max(config.pack.max_positions, shape.positions), ITEMSIZE[config.model.dtype]
+    return [
         Term(
             "offloaded layer inputs",
-            pinned_bytes(away, max(config.pack.max_positions, shape.positions), geometry.hidden, per_node, itemsize),
+            pinned_bytes(away, most, geometry.hidden, ranks, itemsize),
             "host",
-            f"{per_node} ranks x {away} layers of pack.max_positions, in chunks of {PINNED_CHUNK >> 20} MiB",
+            f"{ranks} ranks x {away} layers of pack.max_positions, in chunks of {PINNED_CHUNK >> 20} MiB",
         ),
         Term(
             "offloaded attention",
-            per_node * kept_attention["host"],
+            ranks * attention,
             "host",
-            f"{per_node} ranks, output of attention in layers that keep it, of pack.max_positions",
+            f"{ranks} ranks, output of attention in layers that keep it, of pack.max_positions",
         ),
     ]
 
