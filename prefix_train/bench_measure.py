@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_train import anatomy, bench_gate, budget, dropout, gradients, kernels, offload, outcome
+from prefix_train import anatomy, bench_gate, bench_kernels, budget, dropout, gradients, kernels, offload, outcome
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.bench_pack import Case
@@ -191,7 +191,7 @@ def measure(
         tell(found)
     if case.profile:
         with watch.phase("one more update, profiled"):
-            found |= launched(row.run, device)
+            found |= bench_kernels.launched(row.run, device)
     return found
 
 
@@ -239,26 +239,6 @@ def matrix_ceiling(device: torch.device, size: int = 8192, repeats: int = 20) ->
 
     spent = seconds(multiply, device)
     return repeats * 2 * size**3 / spent / 1e12
-
-
-def launched(run: Callable[[], None], device: torch.device, most: int = 60) -> dict[str, Any]:
-    """The kernels of one update that take the most time of the device, and the time of all of them, copies excepted."""
-    if device.type != "cuda":
-        return {"launched": []}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        _synchronize(device)
-    kernels_seen = [event for event in profile.key_averages() if event.self_device_time_total > 0]
-    kernels_seen.sort(key=lambda event: -event.self_device_time_total)
-    beside = ("Memcpy HtoD", "Memcpy DtoH")
-    computing = sum(event.self_device_time_total for event in kernels_seen if not event.key.startswith(beside))
-    return {
-        "launched_s": computing / 1e6,
-        "launched": [
-            {"kernel": event.key[:200], "calls": event.count, "s": event.self_device_time_total / 1e6}
-            for event in kernels_seen[:most]
-        ],
-    }
 
 
 def _memory(device: torch.device, weights: int) -> dict[str, float]:

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from configs import runfolder
-from prefix_train import bench_measure, frozen
+from prefix_train import bench_kernels, bench_measure, frozen
 from prefix_train.attention import tree_attention
 from prefix_train.deltanet import tree_conv, tree_delta_rule
 from prefix_train.dropout import SeededDropout
@@ -136,7 +136,7 @@ def attention(report: Report) -> None:
             figures: dict[str, Any] = report.seconds(whole)
             with torch.no_grad():
                 figures["forward_s"] = report.seconds(partial(attend, name, layout, of, None))["median_s"]
-            report.note("attention", f"{shape}, {name}", {**figures, **bench_measure.launched(whole, device, 25)})
+            report.note("attention", f"{shape}, {name}", {**figures, **bench_kernels.launched(whole, device, 25)})
 
 
 def convolve(name: str, layout: Layout, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
