@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from configs.schema import AdapterConfig, Config, ModelConfig, StreamConfig, TrainConfig
 from prefix_train import anatomy, gradients, model, step
-from prefix_train.collate import Batch
+from prefix_train.collate import Batch, Targets
 from prefix_train.dist import Ranks
+from prefix_train.layout import Layout
 from prefix_train.stream import build
 from prefix_train.stream.engine import Streamed, fill, prepare
 from prefix_train.stream.places import Choice
@@ -133,3 +134,17 @@ def unlike(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
 def updated(both: Pair, batches: Sequence[Batch], number: int = 0, lr: float = 0.0) -> tuple[Any, Any]:
     """One update by each."""
     return step.update(both.stream, number, lr, batches), step.update(both.whole, number, lr, batches)
+
+
+def text_batch(lengths: Sequence[int], parents: Sequence[int], count: int, words: int, number: int = 0) -> Batch:
+    """One example's batch of random ids below `words` in a tree, with `count` targets from the root's end on."""
+    batch, draw = Batch(), torch.Generator().manual_seed(number)
+    total, places = sum(lengths), torch.arange(count)
+    batch.layout = Layout.from_tree(lengths, parents)
+    batch.input_ids = torch.randint(0, words, (1, total), generator=draw)
+    batch.position_ids, batch.pixel_values, batch.image_grid_thw = batch.layout.position_ids(), None, None
+    rows = places + (lengths[0] - 1 if len(lengths) > 1 else 0)
+    ids = torch.randint(0, words, (count,), generator=draw)
+    batch.targets = Targets(rows, ids, torch.full((count,), 1 / count), torch.zeros_like(places), places)
+    batch.grids, batch.positions, batch.logical, batch.members = (), total, total, (0,)
+    return batch

@@ -24,8 +24,7 @@ from configs.schema import (
 )
 from prefix_train import budget, model, step
 from prefix_train.budget import Shape
-from prefix_train.collate import Batch, Targets
-from prefix_train.layout import Layout
+from prefix_train.collate import Batch
 from prefix_train.stream import build, engine, frozen, head, planner, sources
 from prefix_train.stream.engine import Streamed
 from prefix_train.stream.places import Choice
@@ -83,17 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pack(number: int, lengths: Sequence[int] = LENGTHS, count: int = ROWS) -> Batch:
-    batch, draw = Batch(), torch.Generator().manual_seed(number)
-    total = sum(lengths)
-    batch.layout = Layout.from_tree(lengths, PARENTS)
-    batch.input_ids = torch.randint(0, 1000, (1, total), generator=draw)
-    batch.position_ids, batch.pixel_values, batch.image_grid_thw = batch.layout.position_ids(), None, None
-    rows = torch.arange(count) + lengths[0] - 1
-    ids = torch.randint(0, 1000, (count,), generator=draw)
-    places = torch.arange(count)
-    batch.targets = Targets(rows, ids, torch.full((count,), 1 / count), torch.zeros_like(places), places)
-    batch.grids, batch.positions, batch.logical, batch.members = (), total, total, (0,)
-    return batch
+    return streaming.text_batch(lengths, PARENTS, count, 1000, number)
 
 
 def counted(config: Config, packs: int, updates: int = 1) -> tuple[LiveBytes, Streamed, planner.Plan]:

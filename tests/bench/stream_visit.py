@@ -1,0 +1,46 @@
+"""What one visit of a block costs the host: counts by part, seconds, and a profile. Needs no GPU.
+
+    python tests/bench/stream_visit.py [--profile]
+
+16 blocks of hidden size 64, where nothing but the host's work takes time.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests import visits
+
+
+def main() -> None:
+    """Print counts and seconds; with `--profile` also where the time goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, root = visits.small(Path(folder) / "store")
+        run()
+        before = root.ring.figures.visits
+        run()
+        per_update = root.ring.figures.visits - before
+        print(visits.table(visits.count(run), per_update))
+        times = []
+        for _ in range(8):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        print(
+            f"{per_update} visits, {min(times) / per_update * 1e3:.2f} ms per visit, the best of {len(times)} updates"
+        )
+        if "--profile" in sys.argv:
+            with cProfile.Profile() as profile:
+                for _ in range(3):
+                    run()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        root.source.close()
+
+
+if __name__ == "__main__":
+    main()
