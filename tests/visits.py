@@ -107,9 +107,7 @@ def _marking(inner: Callable[..., Any], part: str, now: list[str]) -> Callable[.
     def call(*args: Any, **kwargs: Any) -> Any:
         with _within(part, now):
             found = inner(*args, **kwargs)
-        return (
-            _Marked(found, part, now) if hasattr(found, "__enter__") and not isinstance(found, torch.Tensor) else found
-        )
+        return _Marked(found, part, now) if isinstance(found, AbstractContextManager) else found
 
     return call
 
