@@ -33,6 +33,7 @@ AT_LEAST: dict[str, float] = {
     "stream.slots": 2,
     "stream.packs_per_visit": 1,
     "stream.readers": 1,
+    "stream.graph_layouts": 1,
     "evaluate.every": 0,
     "evaluate.examples": 1,
     "evaluate.max_new_tokens": 1,
@@ -106,6 +107,7 @@ def time_limit_s(text: str) -> int:
 def _broken(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _choices(config)
+    yield from _memory(config)
     yield from _shape(config)
     yield from _masks(config)
     yield from _streaming(config)
@@ -157,20 +159,24 @@ def _choices(config: Config) -> Iterator[str]:
             yield "evaluate.every needs held-out examples: give data.heldout or set evaluate.every=0"
         if config.verify.examples:
             yield "verify.examples needs held-out examples: give data.heldout or set verify.examples=0"
-    if config.memory.tile_rows < 0 or config.memory.tile_rows % 2048:
-        yield f"memory.tile_rows is {config.memory.tile_rows}: give a multiple of 2048, or 0"
-    if config.memory.offload not in ("auto", "none") and not re.fullmatch(r"[1-9]\d*", config.memory.offload):
-        yield f"memory.offload is {config.memory.offload!r}: give auto, none or a number of layers"
-    if config.memory.offload != "none" and not config.memory.recompute:
+
+
+def _memory(config: Config) -> Iterator[str]:
+    """What is kept between forward and backward."""
+    memory = config.memory
+    if memory.tile_rows < 0 or memory.tile_rows % 2048:
+        yield f"memory.tile_rows is {memory.tile_rows}: give a multiple of 2048, or 0"
+    for name in ("offload", "keep_attention", "keep_middle"):
+        layers = getattr(memory, name)
+        if layers not in ("auto", "none") and not re.fullmatch(r"[1-9]\d*", layers):
+            yield f"memory.{name} is {layers!r}: give auto, none or a number of layers"
+        if layers != "none" and not memory.recompute and name != "offload":
+            yield f"memory.{name}={layers} with memory.recompute=false: everything is kept; set it to none"
+    if memory.offload != "none" and not memory.recompute:
         yield (
-            f"memory.offload={config.memory.offload} with memory.recompute=false: layers that are not recomputed keep "
+            f"memory.offload={memory.offload} with memory.recompute=false: layers that are not recomputed keep "
             "far more than their inputs; set memory.recompute=true or memory.offload=none"
         )
-    keep = config.memory.keep_attention
-    if keep not in ("auto", "none") and not re.fullmatch(r"[1-9]\d*", keep):
-        yield f"memory.keep_attention is {keep!r}: give auto, none or a number of layers"
-    if keep != "none" and not config.memory.recompute:
-        yield f"memory.keep_attention={keep} with memory.recompute=false: everything is kept; set it to none"
 
 
 ON_ANY_DEVICE = {"model.attention": ("auto", "merged", "dense"), "model.deltanet": ("auto", "reference")}
@@ -235,8 +241,9 @@ def _streaming(config: Config) -> Iterator[str]:
         yield f"train.trainable={train.trainable} with engine=stream: only adapters can be trained; set it to adapter"
     if not config.memory.recompute:
         yield "memory.recompute=false with engine=stream: a block is gone before its backward; set it to true"
-    if config.memory.keep_attention != "none":
-        yield "memory.keep_attention with engine=stream: a block keeps nothing but its input; set it to none"
+    for name in ("keep_attention", "keep_middle"):
+        if getattr(config.memory, name) != "none":
+            yield f"memory.{name} with engine=stream: a block keeps nothing but its input; set it to none"
     packs, together = config.pack.packs_per_update, stream.packs_per_visit
     if packs is not None and together > packs:
         yield f"stream.packs_per_visit={together} with pack.packs_per_update={packs}: give no more than there are"

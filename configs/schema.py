@@ -156,6 +156,11 @@ class MemoryConfig:
     `none`; a number: in the last so many layers with attention; `auto`: in all. Gradients stay the same to the bit. In
     layers whose inputs wait in pinned host memory the output does too: `prefix-train budget` shows how much. Needs
     `memory.recompute`; without effect where `model.attention` is neither `merged` nor `joined`."""
+    keep_middle: str = "none"
+    """Keep a layer's hidden states between its token mixer and its feed-forward as well as its input, so that each half
+    is recomputed by itself, the mixer without its last product: `none`; a number: in the last so many layers; `auto`:
+    in all. Gradients stay the same to the bit. In layers whose inputs wait in pinned host memory these wait there too:
+    as much again. Needs `memory.recompute`."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,14 @@ class StreamConfig:
     the store is read into pinned memory at the start, which must have room for it."""
     readers: int = 2
     """Threads that read blocks."""
+    graphs: Literal["off", "auto", "on"] = "off"
+    """Record what a block launches on the GPU as CUDA graphs, one for each slot and direction, and repeat that by one
+    call each: gradients stay the same to the bit, and a visit costs the host next to nothing. A layout of packs passes
+    once without, is recorded in its second pass and repeated from then on, so it helps where packs have few shapes.
+    `on`: an error where there can be none (with `adapter.dropout`, with experts, without a GPU, with too many layouts).
+    `auto`: without graphs there. Takes memory of its own: `prefix-train budget` shows how much."""
+    graph_layouts: int = 4
+    """Layouts of packs (lengths and parents of their segments) that `graphs` keeps recordings for."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from configs.errors import UserError
 from configs.schema import Config
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.layer_bytes import ITEMSIZE as ITEMSIZE
-from prefix_train.layer_bytes import LayerBytes, adapted
+from prefix_train.layer_bytes import LayerBytes, adapted, keeps_middle
+from prefix_train.layer_bytes import kept_layers as kept_layers
 from prefix_train.layer_bytes import tensor_bytes as tensor_bytes
 from prefix_train.layer_bytes import tile_rows as tile_rows
 from prefix_train.shape import Shape as Shape
@@ -187,12 +188,15 @@ def _stream_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term
     """The hidden states between layers: those that are kept as inputs, and those that backward passes on."""
     one = tensor_bytes(shape.positions, geometry.hidden, itemsize=ITEMSIZE[config.model.dtype])
     away = offloaded_layers(config.memory.offload, geometry.layers)
-    # Backward has the layer's own input and that of the layer before it, where these come back from the host.
-    inputs = max(geometry.layers - away, 2 if away else 0)
+    middles = _middles(config, geometry)
+    staying = geometry.layers - away + middles["gpu"]
+    # Backward has what it needs and what it needs next, where these come back from the host.
+    inputs = max(staying, 2 if away else 0)
+    more = "middles and " * any(middles.values()) + "copies under way included"
     stream = 1 if tile_rows(config) else 3
     passing = "gradients that pass through a layer" + ", and its output" * (stream > 1)
     return [
-        Term("layer inputs", inputs * one, "gpu", f"{inputs} x {one:,} B, copies under way included"),
+        Term("layer inputs", inputs * one, "gpu", f"{inputs} x {one:,} B, {more}"),
         Term("residual stream", stream * one, "gpu", passing),
     ]
 
@@ -200,7 +204,7 @@ def _stream_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term
 def _layer_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
     """What layers keep for their backward, of the largest alone where they are recomputed, and what it makes."""
     inside = [LayerBytes.of(config, geometry, layer, shape) for layer in range(geometry.layers)]
-    largest = max(inside, key=lambda found: found.kept + found.made)
+    largest = max(inside, key=LayerBytes.total)
     if config.memory.recompute:
         what = f"layer {largest.layer}, {geometry.layer_types[largest.layer]}"
         kept = Term("one layer recomputed", largest.kept, "gpu", what, "layer")
@@ -226,7 +230,7 @@ def _loss_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
 def _host_terms(config: Config, geometry: Geometry, shape: Shape, attention: int) -> list[Term]:
     """What waits in pinned memory of a node: inputs of layers, and `attention` bytes of each rank."""
     ranks = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
-    away = offloaded_layers(config.memory.offload, geometry.layers)
+    away, middles = offloaded_layers(config.memory.offload, geometry.layers), _middles(config, geometry)["host"]
     most, itemsize = max(config.pack.max_positions, shape.positions), ITEMSIZE[config.model.dtype]
     return [
         Term(
@@ -236,12 +240,26 @@ def _host_terms(config: Config, geometry: Geometry, shape: Shape, attention: int
             f"{ranks} ranks x {away} layers of pack.max_positions, in chunks of {PINNED_CHUNK >> 20} MiB",
         ),
         Term(
+            "offloaded middles",
+            pinned_bytes(middles, most, geometry.hidden, ranks, itemsize),
+            "host",
+            f"{ranks} ranks x {middles} of these layers, which keep their middle",
+        ),
+        Term(
             "offloaded attention",
             ranks * attention,
             "host",
             f"{ranks} ranks, output of attention in layers that keep it, of pack.max_positions",
         ),
     ]
+
+
+def _middles(config: Config, geometry: Geometry) -> dict[str, int]:
+    """How many layers' middles wait where."""
+    away = offloaded_layers(config.memory.offload, geometry.layers)
+    kept = [layer for layer in range(geometry.layers) if keeps_middle(config, geometry.layers, layer)]
+    waiting = sum(layer < away for layer in kept)
+    return {"gpu": len(kept) - waiting, "host": waiting}
 
 
 def _kept_attention(config: Config, geometry: Geometry, shape: Shape) -> dict[str, int]:
@@ -263,13 +281,6 @@ def offloaded_layers(offload: str, layers: int) -> int:
     if offload == "none":
         return 0
     return layers - 1 if offload == "auto" else min(int(offload), layers - 1)
-
-
-def kept_layers(keep: str, layers: int) -> int:
-    """How many layers, of so many with attention, keep its output under `memory.keep_attention`: the last ones."""
-    if keep == "none":
-        return 0
-    return layers if keep == "auto" else min(int(keep), layers)
 
 
 def summary(budget: Budget) -> dict[str, Any]:

@@ -47,8 +47,9 @@ def _changes(config: Config, found: Budget) -> Iterator[tuple[str, Config]]:
         if offload != memory.offload:
             yield f"memory.offload={offload}", _with(config, "memory", offload=offload)
     if memory.recompute:
-        keep = "none" if memory.keep_attention != "none" else "auto"
-        yield f"memory.keep_attention={keep}", _with(config, "memory", keep_attention=keep)
+        for name in ("keep_attention", "keep_middle"):
+            keep = "none" if getattr(memory, name) != "none" else "auto"
+            yield f"memory.{name}={keep}", _with(config, "memory", **{name: keep})
         tile = 0 if memory.tile_rows else MemoryConfig.tile_rows
         yield f"memory.tile_rows={tile}", _with(config, "memory", tile_rows=tile)
     rows = max(1, train.loss_chunk_rows // 2)

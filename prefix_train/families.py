@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,45 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _qwen3_5("Qwen3_5", "qwen3_5", "MLP"),
     "qwen3_5_moe": _qwen3_5("Qwen3_5Moe", "qwen3_5_moe", "SparseMoeBlock"),
 }
+
+
+class Norms(NamedTuple):
+    """Children of a layer: what its mixer or its feed-forward reads through, and what the residual sum does; none: as
+    it is."""
+
+    before: str | None
+    behind: str | None
+
+
+BEFORE = Norms("input_layernorm", None), Norms("post_attention_layernorm", None)
+BEHIND = Norms(None, "post_attention_layernorm"), Norms(None, "post_feedforward_layernorm")
+
+HALVES: dict[str, tuple[Norms, Norms]] = {
+    "LlamaDecoderLayer": BEFORE,
+    "MistralDecoderLayer": BEFORE,
+    "MixtralDecoderLayer": BEFORE,
+    "Olmo2DecoderLayer": BEHIND,
+    "Olmo3DecoderLayer": BEHIND,
+    "OlmoHybridAttentionDecoderLayer": BEHIND,
+    "OlmoHybridLinearAttentionDecoderLayer": BEFORE,
+    "Qwen2DecoderLayer": BEFORE,
+    "Qwen3DecoderLayer": BEFORE,
+    "Qwen3MoeDecoderLayer": BEFORE,
+    "Qwen3NextDecoderLayer": BEFORE,
+    "Qwen3VLMoeTextDecoderLayer": BEFORE,
+    "Qwen3VLTextDecoderLayer": BEFORE,
+    "Qwen3_5DecoderLayer": BEFORE,
+    "Qwen3_5MoeDecoderLayer": BEFORE,
+    "SmolLM3DecoderLayer": BEFORE,
+}
+"""Layers whose forward is two sums: the input and its mixer (`self_attn`, `linear_attn`), these and the `mlp`."""
+
+
+def norms_of_halves(forward: Callable[..., Any]) -> tuple[Norms, Norms] | None:
+    """Norms of the two sums that a layer's own forward is; None for a forward that is not known as such."""
+    owner, _, method = getattr(forward, "__qualname__", "").partition(".")
+    known = any(getattr(forward, "__module__", None) == family.modeling for family in FAMILIES.values())
+    return HALVES.get(owner) if known and method == "forward" else None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from prefix_train import dropout, fused, unit
+from prefix_train import dropout, fused, products, unit
 from prefix_train.dropout import SeededDropout
 from prefix_train.products import Product, Weights
 
@@ -23,10 +23,11 @@ SIZE = len(Weights._fields)
 
 
 class Adapted:
-    """Replaces the forward of a linear module with an adapter. rows: of a tile. otherwise: computes what is not so."""
+    """Replaces the forward of a linear module with an adapter. rows: of a tile. otherwise: computes what is not so.
+    unread: nothing reads the output in a recomputation."""
 
-    def __init__(self, module: nn.Module, rows: int, otherwise: Callable[..., Tensor]) -> None:
-        self.product, self.rows, self.otherwise = Product(module), rows, otherwise
+    def __init__(self, module: nn.Module, rows: int, otherwise: Callable[..., Tensor], unread: bool = False) -> None:
+        self.product, self.rows, self.otherwise, self.unread = Product(module), rows, otherwise, unread
         self.dropouts = _dropouts(self.product)
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -39,12 +40,14 @@ class Adapted:
 class _Adapted(Function):
     @staticmethod
     def forward(ctx: Any, adapted: Adapted, inputs: Tensor, *tensors: Tensor) -> Tensor:
-        weights, flat = Weights(*tensors), inputs.reshape(-1, inputs.shape[-1])
-        out = inputs.new_empty(len(flat), len(weights.weight))
-        low = [
-            adapted.product.forward(flat[rows], weights, out[rows])[1]
-            for rows in dropout.tiles(adapted.dropouts, len(flat), adapted.rows)
-        ]
+        product, weights, flat = adapted.product, Weights(*tensors), inputs.reshape(-1, inputs.shape[-1])
+        tiles = dropout.tiles(adapted.dropouts, len(flat), adapted.rows)
+        if adapted.unread and unit.recomputing():
+            out = products.unread(inputs, len(weights.weight))
+            low = [product.low(flat[rows], weights) for rows in tiles]
+        else:
+            out = inputs.new_empty(len(flat), len(weights.weight))
+            low = [product.forward(flat[rows], weights, out[rows])[1] for rows in tiles]
         ctx.adapted, ctx.draw = adapted, dropout.draw_of(adapted.dropouts)
         ctx.save_for_backward(inputs, torch.cat([part for part in low if part is not None]), *tensors)
         return out.view(*inputs.shape[:-1], -1)
@@ -109,8 +112,8 @@ class _FeedForward(Function):
     def forward(ctx: Any, block: FeedForward, inputs: Tensor, *tensors: Tensor) -> Tensor:
         ctx.block, ctx.draw = block, dropout.draw_of(block.dropouts)
         ctx.save_for_backward(inputs, *tensors)
-        if block.unread and unit.recomputing():  # NaN shows should anything read the output after all
-            return inputs.new_full((), float("nan")).expand(inputs.shape)
+        if block.unread and unit.recomputing():
+            return products.unread(inputs, inputs.shape[-1])
         flat, weights = inputs.reshape(-1, inputs.shape[-1]), _weights(tensors)
         out = torch.empty_like(flat)
         for rows in dropout.tiles(block.dropouts, len(flat), block.rows):

@@ -6,7 +6,7 @@ attention, and what `tiles` and `frozen` leave of norms, adapters and the feed-f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.schema import AdapterConfig, Config
 from prefix_train.geometry import Geometry
@@ -17,6 +17,9 @@ GATHERED_STATES = 512 << 20
 
 OTHER_INPUTS = ("out_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate")
 """Linear modules that do not read what a recurrent mixer is given."""
+
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")
+"""Linear modules of a feed-forward; all others are the token mixer's."""
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
@@ -96,29 +99,38 @@ class LayerBytes:
     def of(cls, config: Config, geometry: Geometry, layer: int, shape: Shape) -> LayerBytes:
         """The backward of the feed-forward comes first, while everything is still kept, then that of the mixer.
 
-        With `memory.tile_rows` norms, adapters and feed-forward keep their inputs alone, which are there already.
+        With `memory.tile_rows` norms, adapters and feed-forward keep their inputs alone, which are there already. A
+        layer that keeps its middle (counted with layers' inputs) has either the feed-forward's tensors or the mixer's.
         """
         itemsize, kind, positions = ITEMSIZE[config.model.dtype], geometry.layer_types[layer], shape.positions
         mixer = mixer_bytes(geometry, kind, shape, itemsize)
         block = feed_forward_bytes(geometry, layer, positions, itemsize)
         gradient = feed_forward_gradient_bytes(geometry, layer, positions, itemsize)
-        adapters = _adapter_bytes(config, geometry, layer, positions)
+        of_mixer, of_block = _adapter_bytes(config, geometry, layer, positions)
         one = tensor_bytes(positions, geometry.hidden, itemsize=itemsize)
         if rows := tile_rows(config):
             mixer -= one  # the norm's input is the layer's
             if kind != "full_attention" and adapted(config) and not _reads_hidden(geometry, layer, config.adapter):
                 mixer -= one  # frozen products need not keep its output
-            adapters = 0
+            of_mixer = of_block = 0
             if not geometry.sparse(layer):
                 tile = min(rows, positions)
                 gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
                 gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
-                gradient += _adapter_bytes(config, geometry, layer, tile)
+                gradient += sum(_adapter_bytes(config, geometry, layer, tile))
                 block = 2 * one
         mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize)
-        if (everything := mixer + block + adapters) + gradient >= mixer + adapters + mixer_gradient:
-            return cls(layer, everything, gradient, "the feed-forward's")
-        return cls(layer, mixer + adapters, mixer_gradient, f"those of {kind.replace('_', ' ')}")
+        mixer, block = mixer + of_mixer, block + of_block
+        if keeps_middle(config, geometry.layers, layer):
+            moments = [(block - one, gradient), (mixer, mixer_gradient)]
+        else:
+            moments = [(mixer + block, gradient), (mixer + of_block, mixer_gradient)]
+        whose = ["the feed-forward's", f"those of {kind.replace('_', ' ')}"]
+        return max((cls(layer, *moment, what) for moment, what in zip(moments, whose, strict=True)), key=cls.total)
+
+    def total(self) -> int:
+        """All that the moment takes."""
+        return self.kept + self.made
 
 
 def _reads_hidden(geometry: Geometry, layer: int, adapter: AdapterConfig) -> bool:
@@ -131,10 +143,29 @@ def tile_rows(config: Config) -> int:
     return config.memory.tile_rows if config.memory.recompute else 0
 
 
-def _adapter_bytes(config: Config, geometry: Geometry, layer: int, positions: int) -> int:
-    if not adapted(config):
+def kept_layers(keep: str, layers: int) -> int:
+    """How many of so many layers an option of `memory` that names the last ones means."""
+    if keep == "none":
         return 0
-    return adapter_input_bytes(geometry, layer, positions, config.adapter, ITEMSIZE[config.model.dtype])
+    return layers if keep == "auto" else min(int(keep), layers)
+
+
+def keeps_middle(config: Config, layers: int, layer: int) -> bool:
+    """Does this layer, of so many, keep what lies between its mixer and its feed-forward?"""
+    return layer >= layers - kept_layers(config.memory.keep_middle, layers)
+
+
+def _adapter_bytes(config: Config, geometry: Geometry, layer: int, positions: int) -> tuple[int, int]:
+    """Of the mixer's adapters, and of the feed-forward's."""
+    if not adapted(config):
+        return 0, 0
+    itemsize, targets = ITEMSIZE[config.model.dtype], config.adapter.targets
+    parts = [[name for name in targets if (name in FEED_FORWARD) == of_block] for of_block in (False, True)]
+    of_mixer, of_block = (
+        adapter_input_bytes(geometry, layer, positions, replace(config.adapter, targets=part), itemsize)
+        for part in parts
+    )
+    return of_mixer, of_block
 
 
 def adapter_input_bytes(

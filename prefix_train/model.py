@@ -148,6 +148,7 @@ def make_ready(adapted: nn.Module, config: Config) -> None:
     refuse_running_dropout(adapted)
     patch.install(adapted, config.model.attention, config.model.deltanet)
     unit.install(found, config.memory.recompute)
+    unit.keep_middle(found, config.memory.keep_middle)
     unit.keep_attention(found, config.memory.keep_attention)
     if config.memory.recompute and config.memory.tile_rows:
         tiles.install(found, config.memory.tile_rows, config.model.elementwise)

@@ -1,8 +1,9 @@
 """Inputs of decoder layers, and what else they keep, wait in pinned host memory between forward and backward.
 
-A layer that is recomputed keeps its input alone. That input is copied to the host while the layer computes; in backward
-it is brought back while the layer after it does. The memory is one pool of equal chunks, allocated once: torch's pinned
-allocator rounds a request up to a power of two and keeps it, so packs of many sizes would each leave their own behind.
+A layer that is recomputed keeps its input alone, or its middle besides. Each is copied to the host while the layer
+computes; in backward it is brought back while what comes after it does its own. The memory is one pool of equal chunks,
+allocated once: torch's pinned allocator rounds a request up to a power of two and keeps it, so packs of many sizes
+would each leave their own behind.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Pool:
 
 
 class Kept:
-    """A layer's input that stays where it is. before: that of the layer before it, of the same pack."""
+    """A layer's input that stays where it is. before: what was kept before it, of the same pack, and is wanted next."""
 
     beside: Sequence[Stored] = ()
 
@@ -91,7 +92,7 @@ class Kept:
 
 
 class Stored:
-    """A layer's input on the host, whose chunks go back to the pool when nothing needs it any more.
+    """A layer's input or middle on the host, whose chunks go back to the pool when nothing needs it any more.
 
     beside: what else of this layer waits there, wanted a while after the input.
     """
@@ -181,10 +182,12 @@ class _UnderWay(NamedTuple):
 
 
 class Offload:
-    """Lets the inputs of the first `count` layers wait in `pool`. copied: bytes so far, both ways."""
+    """Lets the inputs of the first `count` layers wait in `pool`. middles: how many of these layers' middles wait there
+    too. copied: bytes so far, both ways."""
 
     def __init__(self, count: int, pool: Pool, copier: Copier) -> None:
-        self.count, self.pool, self.copier, self.copied = count, pool, copier, 0
+        self.count, self.pool, self.copier = count, pool, copier
+        self.middles = self.copied = 0
         self._last: weakref.ref[Stored] | None = None
         self._under_way: list[_UnderWay] = []
 
@@ -195,30 +198,27 @@ class Offload:
 
     @contextmanager
     def layer(self, index: int, hidden: Tensor) -> Iterator[None]:
-        """Around the checkpoint of layer `index`, from 0 to `count`, whose input is `hidden`, [1, T, D].
+        """Around the checkpoint of layer `index`, from 0 to `count`, or of its first half, whose input is `hidden`,
+        [1, T, D].
 
         Raises RuntimeError where the pool is full, where an input was written to before it was copied, and where the
         checkpoint does not save its input through autograd.
         """
         self._settle()
         before = self._last() if self._last is not None and index > 0 else None
-        waiting = self._kept(hidden, before) if index == self.count else self._stored(hidden, before)
-        packed = []
-        mine = weakref.ref(hidden)  # autograd keeps `pack`, which must not keep the input
-
-        def pack(saved: Tensor) -> Tensor | Kept | Stored:
-            if saved is not mine():
-                return saved
-            packed.append(True)
-            return waiting
-
-        with saved_tensors_hooks(pack, _unpack):
+        waiting = Kept(hidden.detach(), before) if index == self.count else self._stored(hidden, before)
+        with _saved_as(waiting, hidden, f"layer {index}: its input"):
             yield
-        if not packed:
-            raise RuntimeError(f"layer {index}: its input was not saved through autograd, so it can't be offloaded")
 
-    def _kept(self, hidden: Tensor, before: Stored | None) -> Kept:
-        return Kept(hidden.detach(), before)
+    @contextmanager
+    def middle(self, index: int, hidden: Tensor) -> Iterator[None]:
+        """Around the checkpoint of the second half of layer `index`, below `count`. Raises RuntimeError as `layer`.
+
+        What this layer's first half let go may still leave: it has the second half's time too.
+        """
+        assert self._last is not None
+        with _saved_as(self._stored(hidden, self._last()), hidden, f"layer {index}: its middle"):
+            yield
 
     def _stored(self, hidden: Tensor, before: Stored | None) -> Stored:
         source = hidden.detach().contiguous()
@@ -243,23 +243,46 @@ class Offload:
             _require_unchanged(source, version)
 
 
+@contextmanager
+def _saved_as(waiting: Kept | Stored, hidden: Tensor, what: str) -> Iterator[None]:
+    """Autograd saves `waiting` in place of `hidden`."""
+    packed = []
+    mine = weakref.ref(hidden)  # autograd keeps `pack`, which must not keep the tensor
+
+    def pack(saved: Tensor) -> Tensor | Kept | Stored:
+        if saved is not mine():
+            return saved
+        packed.append(True)
+        return waiting
+
+    with saved_tensors_hooks(pack, _unpack):
+        yield
+    if not packed:
+        raise RuntimeError(f"{what} was not saved through autograd, so it can't be offloaded")
+
+
 def attach(root: Root, config: Config, device: torch.device, copier: Copier | None = None) -> Offload | None:
-    """Let the inputs of as many layers of `root` as `memory.offload` says wait on the host; None where none do. What
-    their attention has computed waits there too, in layers that keep it.
+    """Let the inputs of as many layers of `root` as `memory.offload` says wait on the host; None where none do. Their
+    middles and what their attention has computed wait there too, in layers that keep them.
 
     Never the last layer's: backward begins with it. root: on its device, sharded if it will be. The pool holds a pack
     of `pack.max_positions`. copier: by default that of `device`. Raises UserError where the host lacks the memory.
     """
     width = root.anatomy.base.get_input_embeddings().embedding_dim
     layers = root.anatomy.layers
-    keeping: list[Any] = [layer for layer in layers[: _count(config, len(layers))] if unit.keeps_attention(layer)]
-    widths = [layer.self_attn.o_proj.in_features for layer in keeping]
+    away = layers[: _count(config, len(layers))]
+    keeping: list[Any] = [layer for layer in away if unit.keeps_attention(layer)]
+    middles = {index: layer for index, layer in enumerate(away) if unit.keeps_middle(layer)}
+    widths = [width] * len(middles) + [layer.self_attn.o_proj.in_features for layer in keeping]
     most, itemsize = config.pack.max_positions, root.dtype.itemsize
     kept = sum(budget.pinned_bytes(1, most, width, itemsize=itemsize) for width in widths)
     offload = make(config, len(layers), width, root.dtype, device, copier, more=kept)
     if offload is not None:
+        offload.middles = len(middles)
         for index, layer in enumerate(layers[: offload.count + 1]):
             unit.around_recomputed(layer, partial(offload.layer, index))
+        for index, layer in middles.items():
+            unit.around_middle(layer, partial(offload.middle, index))
         for layer in keeping:
             unit.let_kept_wait(layer, offload.wait)
     return offload
@@ -301,8 +324,9 @@ def make(
 def describe(offload: Offload) -> str:
     """What was set up, in one line."""
     chunks = offload.pool.size // budget.PINNED_CHUNK
+    more = f" and middles of {offload.middles}" if offload.middles else ""
     return (
-        f"offload: inputs of {offload.count} layers wait in {offload.pool.size / budget.GIB:.2f} GiB per rank, "
+        f"offload: inputs of {offload.count} layers{more} wait in {offload.pool.size / budget.GIB:.2f} GiB per rank, "
         f"{chunks:,} chunks of {budget.PINNED_CHUNK / (1 << 20):g} MiB"
     )
 

@@ -66,6 +66,10 @@ class Product:
         low = self._low(x, a)
         return out.addmm_(low, b.mT, alpha=self._scale()), low
 
+    def low(self, x: Tensor, weights: Weights) -> Tensor | None:
+        """The second that `forward` gives, by itself."""
+        return None if weights.a is None else self._low(x, weights.a)
+
     def backward(
         self, grad: Tensor, x: Tensor, low: Tensor | None, weights: Weights, into: Tensor | None, more: bool = False
     ) -> tuple[Tensor, Tensor] | None:
@@ -121,6 +125,11 @@ class Product:
         """Of the adapter, and of the entries that stay."""
         scaling = float(self.module.scaling[self.name])
         return scaling / (1 - self.dropout.dropped) if self.dropout is not None and self._drops else scaling
+
+
+def unread(inputs: Tensor, width: int) -> Tensor:
+    """In place of [..., width] that nothing will read: NaN, which shows should anything read it after all."""
+    return inputs.new_full((), float("nan")).expand(*inputs.shape[:-1], width)
 
 
 def knows(module: Any) -> bool:

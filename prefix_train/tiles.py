@@ -1,10 +1,10 @@
 """Row-wise parts of a layer (norms, adapters, feed-forward) a tile of rows at a time: they keep their inputs alone.
 
 Each row of their output follows from the same row of their inputs, so their tensors need never be whole. Backward
-computes a tile again and takes its gradients, summed over tiles in float32. Two products are then not needed at all: a
-feed-forward's forward in its layer's recomputation, where only the residual sum would read its output, and its last
-product in a tile's. What stands in for either is NaN: should anything read it, the update fails instead of learning
-from it.
+computes a tile again and takes its gradients, summed over tiles in float32. Some products are then not needed at all: a
+feed-forward's forward in its layer's recomputation, where only the residual sum would read its output, its last product
+in a tile's, and a mixer's last product where the layer keeps its middle. What stands in for these is NaN: should
+anything read it, the update fails instead of learning from it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
         raise ValueError(f"tiles of {rows} rows are no multiple of {dropout.BLOCK}")
     for layer in found.layers:
         unit.require_recomputed(layer)
-        block = getattr(layer, "mlp", None)
+        block, unread_product = getattr(layer, "mlp", None), unit.unread_product(layer)
         within: set[nn.Module] = set()
         if block is not None and _is_feed_forward(block):
             within = set(block.modules())
@@ -64,8 +64,9 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
                 tiled = Tiled(module, several * rows, module.forward)
                 module.forward = fused.Norm(module, elementwise, tiled) if fused.knows_norm(module) else tiled
             elif isinstance(module, LoraLayer):
-                tiled = Tiled(module, rows, module.forward, last=_base(module))
-                module.forward = frozen.Adapted(module, rows, tiled) if products.knows(module) else tiled
+                unread = module is unread_product
+                tiled = Tiled(module, rows, module.forward, last=_base(module), unread=unread)
+                module.forward = frozen.Adapted(module, rows, tiled, unread) if products.knows(module) else tiled
 
 
 def _normalises(name: str, module: nn.Module) -> bool:
@@ -155,10 +156,6 @@ class Tiled:
         finally:
             self.skipping = False
 
-    def stand_in(self, inputs: Sequence[Tensor]) -> Tensor:
-        """In place of an output that nothing will read: NaN, of the shape of the inputs."""
-        return inputs[0].new_full((), float("nan")).expand(inputs[0].shape)
-
 
 class _Tiles(Function):
     @staticmethod
@@ -166,7 +163,8 @@ class _Tiles(Function):
         ctx.tiled, ctx.names, ctx.count, ctx.draw = tiled, names, count, tiled.draw
         ctx.save_for_backward(*tensors)
         if tiled.unread and unit.recomputing():
-            return tiled.stand_in(tensors[:count])
+            last: Any = tiled.last
+            return products.unread(tensors[0], len(last.weight))
         return tiled._forward(tensors[:count])
 
     @staticmethod
@@ -217,7 +215,7 @@ class _Unread(Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
-        return inputs.new_full((), float("nan")).expand(*inputs.shape[:-1], weight.shape[0])
+        return products.unread(inputs, len(weight))
 
     @staticmethod
     @once_differentiable

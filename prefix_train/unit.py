@@ -7,7 +7,7 @@ FSDP2's hooks. Whatever a recomputation needs, the layout above all, reaches it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from configs.errors import UserError
-from prefix_train import budget, dropout, shelf
+from prefix_train import budget, dropout, halves, shelf
 from prefix_train.anatomy import Anatomy
 from prefix_train.precision import Copies
 
@@ -45,10 +45,14 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 
 class UnitForward:
-    """Replaces `module.forward`. recompute: keep only the inputs and run forward again in backward."""
+    """Replaces `module.forward`. recompute: keep only the inputs and run forward again in backward.
+
+    halves: of a layer that keeps its middle, each recomputed by itself.
+    """
 
     def __init__(self, module: nn.Module, recompute: bool) -> None:
-        self.recompute = recompute
+        self.module, self.recompute = module, recompute
+        self.halves: tuple[UnitForward, UnitForward] | None = None
         self.copies: AbstractContextManager[None] = nullcontext()
         self.around: Callable[[Tensor], AbstractContextManager[None]] = lambda hidden: nullcontext()
         self.wait: Callable[[Tensor], shelf.Waiting] | None = None
@@ -57,6 +61,9 @@ class UnitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.recompute and torch.is_grad_enabled():
+            if self.halves is not None:
+                mixer, feed_forward = self.halves
+                return feed_forward(mixer(*args, **kwargs), **kwargs)
             run = self._run if self.wait is None else partial(self._run_with, shelf.Shelf(self.wait))
             with self.around(args[0]):
                 return checkpoint(
@@ -89,23 +96,53 @@ def install(found: Anatomy, recompute: bool) -> None:
 
 def compute_in(found: Anatomy, dtype: torch.dtype) -> Copies:
     """Let every unit compute with copies in `dtype` of its trainable parameters; the returned context is the rest's."""
-    for module in found.units:
-        _forward_of(module).copies = Copies(module, dtype)
+    for forward in _forwards(found):
+        forward.copies = Copies(forward.module, dtype)
     return Copies(found.base, dtype, nested=found.units)
 
 
 def leave_precision_to_sharding(found: Anatomy) -> None:
     """Take the copies away again."""
-    for module in found.units:
-        _forward_of(module).copies = nullcontext()
+    for forward in _forwards(found):
+        forward.copies = nullcontext()
 
 
 def around_recomputed(layer: nn.Module, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
-    """Compute `layer` within `around(its input)` where it will be recomputed. Raises ValueError where it never is."""
-    forward = _forward_of(layer)
-    if not forward.recompute:
-        raise ValueError("a layer that is not recomputed keeps more than its input")
-    forward.around = around
+    """Compute what keeps the input of `layer`, itself or its first half, within `around(that input)` where it will be
+    recomputed. Raises ValueError where it never is."""
+    require_recomputed(layer)
+    _first(layer).around = around
+
+
+def keep_middle(found: Anatomy, keep: str) -> None:
+    """Let the last layers, as many as `memory.keep_middle` says, keep their middle. Before anything else is asked of
+    what recomputes them. Raises UserError, naming its class, for a layer that is not known to have one."""
+    layers = found.layers
+    for layer in layers[len(layers) - budget.kept_layers(keep, len(layers)) :]:
+        require_recomputed(layer)
+        forward = _forward_of(layer)
+        mixer, feed_forward = halves.of(layer, forward._inner)
+        forward.halves = UnitForward(mixer, recompute=True), UnitForward(feed_forward, recompute=True)
+
+
+def keeps_middle(layer: nn.Module) -> bool:
+    """Does this layer keep what lies between its token mixer and its feed-forward?"""
+    return _forward_of(layer).halves is not None
+
+
+def around_middle(layer: nn.Module, around: Callable[[Tensor], AbstractContextManager[None]]) -> None:
+    """Compute what comes after the middle of `layer`, which keeps it, within `around(middle)` where that will be
+    recomputed."""
+    found = _forward_of(layer).halves
+    assert found is not None
+    found[1].around = around
+
+
+def unread_product(layer: nn.Module) -> nn.Module | None:
+    """The linear module of this layer's mixer whose product nothing reads in a recomputation; none where something
+    does, as the feed-forward's norm in a layer that does not keep its middle."""
+    mixer = _first(layer).module
+    return mixer.unread if isinstance(mixer, halves.MixerHalf) else None
 
 
 def keep_attention(found: Anatomy, keep: str) -> None:
@@ -113,17 +150,17 @@ def keep_attention(found: Anatomy, keep: str) -> None:
     layers = [layer for layer in found.layers if getattr(layer, "self_attn", None) is not None]
     for layer in layers[len(layers) - budget.kept_layers(keep, len(layers)) :]:
         require_recomputed(layer)
-        _forward_of(layer).wait = shelf.stay
+        _first(layer).wait = shelf.stay
 
 
 def keeps_attention(layer: nn.Module) -> bool:
     """Does this layer keep what its attention has computed?"""
-    return _forward_of(layer).wait is not None
+    return _first(layer).wait is not None
 
 
 def let_kept_wait(layer: nn.Module, wait: Callable[[Tensor], shelf.Waiting]) -> None:
     """Where this layer's kept output waits."""
-    _forward_of(layer).wait = wait
+    _first(layer).wait = wait
 
 
 def require_recomputed(layer: nn.Module) -> None:
@@ -136,6 +173,15 @@ def again(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`layer` once more for its backward, for somebody who kept its input himself."""
     with _Recomputation():
         return _forward_of(layer)._run(*args, **kwargs)
+
+
+def bare(layer: nn.Module, *args: Any, recomputing: bool = False, **kwargs: Any) -> Any:
+    """`layer`'s own forward, with the parameters and draws that it has at this moment, for somebody who put them there.
+
+    recomputing: for its backward.
+    """
+    with _Recomputation() if recomputing else nullcontext():
+        return _forward_of(layer)._inner(*args, **kwargs)
 
 
 def refuse_other_recomputation(model: nn.Module) -> None:
@@ -151,6 +197,19 @@ def refuse_other_recomputation(model: nn.Module) -> None:
                 f"{name or type(module).__name__} has gradient checkpointing switched on, and memory.recompute "
                 "recomputes layers already: two recompute paths are refused; call gradient_checkpointing_disable()"
             )
+
+
+def _forwards(found: Anatomy) -> Iterator[UnitForward]:
+    """Of all units, and of their halves."""
+    for module in found.units:
+        forward = _forward_of(module)
+        yield from (forward, *(forward.halves or ()))
+
+
+def _first(layer: nn.Module) -> UnitForward:
+    """What keeps the layer's input, and computes its mixer."""
+    forward = _forward_of(layer)
+    return forward if forward.halves is None else forward.halves[0]
 
 
 def _forward_of(module: nn.Module) -> UnitForward:

@@ -89,6 +89,8 @@ def trained(
     lr: float = 0.0,
     kernels: ModelConfig | None = None,
     keep: str = "none",
+    middle: str = "none",
+    tile_rows: int = MemoryConfig.tile_rows,
     **adapter: Any,
 ) -> Trained:
     """A trainer of `base`, whose pool holds the largest of `packs` and not a chunk more.
@@ -99,7 +101,7 @@ def trained(
         model=kernels or ModelConfig(),
         train=TrainConfig(trainable="adapter" if adapter else "all"),
         adapter=AdapterConfig(**adapter),
-        memory=MemoryConfig(offload=offloaded, keep_attention=keep),
+        memory=MemoryConfig(offload=offloaded, keep_attention=keep, keep_middle=middle, tile_rows=tile_rows),
         pack=PackConfig(max_positions=max(pack.positions for pack in packs)),
     )
     dtype = next(base.parameters()).dtype
