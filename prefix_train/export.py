@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,16 @@ from configs import runfolder
 from configs.errors import UserError
 from prefix_train import anatomy, checkpoint
 from prefix_train.model import audit
-from prefix_train.tensors import TensorError, check_names, check_plain, digest, read_tensors, write_tensors
+from prefix_train.tensors import (
+    TensorError,
+    check_names,
+    check_plain,
+    digest,
+    disk_errors,
+    read_tensors,
+    sync,
+    write_tensors,
+)
 
 RECORD = "export.json"
 
@@ -102,7 +112,7 @@ def aside(folder: Path, run: Path | None = None) -> Iterator[Path]:
     made.mkdir(parents=True)
     try:
         yield made
-        _make_readable(made)
+        _settle(made)
         if run is not None:
             runfolder.check_attempt(run)
         _replace(folder, made)
@@ -160,11 +170,12 @@ def _write_model(base: Any, processor: Any, trained: Mapping[str, Tensor], folde
     check_names(type(base).__name__, trained, dict(skeleton.named_parameters()))
     buffers = dict(base.named_buffers())
     state = {name: buffers[name].detach().cpu() for name in skeleton.state_dict() if name in buffers}
-    skeleton.save_pretrained(folder, state_dict={**trained, **state})
-    processor.save_pretrained(folder)
+    with disk_errors():
+        skeleton.save_pretrained(folder, state_dict={**trained, **state})
     source = Path(base.config._name_or_path)
-    if base.config._name_or_path and (source / "config.json").is_file():  # of a GGUF file it is the folder around it
-        copy_processor(source, folder)
+    # Of a GGUF file it is the folder around it.
+    there = base.config._name_or_path and (source / "config.json").is_file()
+    write_processor(processor, folder, source if there else None)
     again, keys = type(base).from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
@@ -172,18 +183,25 @@ def _write_model(base: Any, processor: Any, trained: Mapping[str, Tensor], folde
     _compare(folder, dict(again.named_parameters()), trained)
 
 
-def copy_processor(source: Path, folder: Path) -> None:
-    """The source model's own processor files, to the byte: what this environment cannot load (video) is kept too."""
-    for pattern in PROCESSOR_FILES:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
+def write_processor(processor: Any, folder: Path, source: Path | None) -> None:
+    """A processor's or tokenizer's files.
+
+    source: the folder of its model, if there is one. Its own files are taken to the byte: what this environment cannot
+    load (video) is kept too.
+    """
+    with disk_errors():
+        processor.save_pretrained(folder)
+    for file in [] if source is None else chain.from_iterable(map(source.glob, PROCESSOR_FILES)):
+        shutil.copyfile(file, folder / file.name)
 
 
-def _make_readable(folder: Path) -> None:
-    """Give every file the mode that the umask gives: safetensors makes its files for the owner alone."""
+def _settle(folder: Path) -> None:
+    """Give every file the mode that the umask gives, since safetensors makes its files for the owner alone, and wait
+    until it is on the disk, which may refuse it only then."""
     mode = (folder / RECORD).stat().st_mode
-    for file in folder.iterdir():
+    for file in filter(Path.is_file, folder.rglob("*")):
         file.chmod(mode)
+        sync(file)
 
 
 def _compare(where: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

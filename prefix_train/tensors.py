@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How a message of Rust's ends that passes on an error of the system: its errno."""
 
 
 class TensorError(RuntimeError):
@@ -115,11 +120,26 @@ def sha256(path: Path) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file and wait until it is on the disk. Raises OSError where that fails."""
-    try:
+    with disk_errors():
         save_file(dict(tensors), path)
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
     sync(path)
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """What the disk refuses to safetensors or tokenizers in the block is an OSError.
+
+    They are written in Rust: safetensors raises an exception of its own, tokenizers a plain Exception, and only the
+    message has the system's error.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = RUST_OS_ERROR.search(str(error))
+        if found is None or type(error) not in (SafetensorError, Exception):
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number)) from error
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

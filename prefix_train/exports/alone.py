@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 OURS = ("prefix_train", "configs", "slurm", "preflight")
+
+UNWRITTEN = 3
+"""Exit status where the disk does not take what was computed."""
 
 
 def load(task: dict[str, Any]) -> tuple[Any, list[str]]:
@@ -48,13 +52,17 @@ def main(path: Path) -> None:
         given = {key.partition("/")[2]: value for key, value in inputs.items() if key.startswith(f"{example}/")}
         rows = given.pop("rows")
         logits[str(example)] = model(**given, use_cache=False).logits[0, rows].cpu().contiguous()
-    save_file(logits, task["out"])
     answer: dict[str, Any] = {"said": said, "ours": [name for name in OURS if name in sys.modules]}
     if task["text"] is not None:
         tokenizer = AutoTokenizer.from_pretrained(task["base"][0], local_files_only=True)
         answer["tokens"] = tokenizer(task["text"], add_special_tokens=False)["input_ids"]
         answer["template"] = tokenizer.chat_template
-    Path(task["answer"]).write_text(json.dumps(answer))
+    try:
+        save_file(logits, task["out"])
+        Path(task["answer"]).write_text(json.dumps(answer))
+    except (SafetensorError, OSError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(UNWRITTEN)
 
 
 if __name__ == "__main__":

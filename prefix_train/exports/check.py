@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from configs import runfolder
@@ -32,7 +33,9 @@ from configs.schema import Config, ModelConfig
 from prefix_train import export, outcome
 from prefix_train import model as models
 from prefix_train.exports import merge
+from prefix_train.exports.alone import UNWRITTEN
 from prefix_train.render import Example
+from prefix_train.tensors import disk_errors, write_tensors
 from prefix_train.verify import standalone_inputs
 
 BOUND = 1e-4
@@ -174,7 +177,9 @@ def base_of(config: Config, folder: Path) -> tuple[str, dict[str, str]]:
     if config.model.path is not None:
         path, more = from_pretrained_arguments(locate(config.model.path).resolve())
         return str(path), more
-    models.load(config.model)[0].save_pretrained(folder / "base")
+    model = models.load(config.model)[0]
+    with _writing(folder), disk_errors():
+        model.save_pretrained(folder / "base")
     return str(folder / "base"), {}
 
 
@@ -185,9 +190,10 @@ def alone(task: dict[str, Any], examples: Sequence[Example], folder: Path) -> tu
         given = standalone_inputs(example, torch.device("cpu")) | {"rows": rows_of(example)}
         inputs |= {f"{index}/{key}": tensor for key, tensor in given.items() if isinstance(tensor, Tensor)}
     files = {key: str(folder / f"{key}.safetensors") for key in ("inputs", "out")}
-    save_file(inputs, files["inputs"])
     task = task | files | {"answer": str(folder / "answer.json")}
-    runfolder.write_json(folder / "task.json", task)
+    with _writing(folder):
+        write_tensors(Path(files["inputs"]), inputs)
+        runfolder.write_json(folder / "task.json", task)
     ran = subprocess.run(
         # Not isolated: transformers may be the user's own, or of a module system by PYTHONPATH.
         [sys.executable, "-P", str(ALONE), str(folder / "task.json")],
@@ -195,14 +201,29 @@ def alone(task: dict[str, Any], examples: Sequence[Example], folder: Path) -> tu
         capture_output=True,
         text=True,
     )
+    last = (ran.stderr.strip().splitlines() or [f"it ended with status {ran.returncode}"])[-1]
+    if ran.returncode == UNWRITTEN:
+        raise _no_room(folder, last)
     if ran.returncode:
-        last = ran.stderr.strip().splitlines() or [f"it ended with status {ran.returncode}"]
-        return None, {"said": [f"it does not load: {last[-1]}"]}
+        return None, {"said": [f"it does not load: {last}"]}
     answer: dict[str, Any] = runfolder.read_json(folder / "answer.json")
     if answer["ours"]:
         raise AssertionError(f"the process that should be others' alone imported {answer['ours'][0]}")
     found = load_file(files["out"])
     return [found[str(index)] for index in range(len(examples))], answer
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the disk refuses to the check is no word on the export."""
+    try:
+        yield
+    except OSError as error:
+        raise _no_room(folder, str(error)) from error
+
+
+def _no_room(folder: Path, why: str) -> UserError:
+    return UserError(f"{folder} could not be written: {why}; name another folder for such files: TMPDIR=FOLDER")
 
 
 def tokenizer_complaints(tokenizer: Any, text: str, answer: dict[str, Any]) -> list[str]:

@@ -226,15 +226,14 @@ def _write_rest(config: ModelConfig, skeleton: PreTrainedModel, folder: Path) ->
     own = skeleton.config
     own.dtype, own.architectures = config.dtype, [type(skeleton).__name__]
     own.save_pretrained(folder)
-    source = None if config.path is None else locate(config.path)
-    settings = None if source is None or is_gguf(source) else source / "generation_config.json"
+    place = None if config.path is None else locate(config.path)
+    source = None if place is None or is_gguf(place) else place
+    settings = None if source is None else source / "generation_config.json"
     if settings is not None and settings.is_file():
         shutil.copyfile(settings, folder / settings.name)
     elif skeleton.generation_config is not None:
         skeleton.generation_config.save_pretrained(folder)
-    models.load_processor(config, own).save_pretrained(folder)
-    if source is not None and not is_gguf(source):
-        export.copy_processor(source, folder)
+    export.write_processor(models.load_processor(config, own), folder, source)
 
 
 def _read_back(folder: Path, dtype: Dtype, written: Mapping[str, str]) -> None:

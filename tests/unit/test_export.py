@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -218,6 +219,32 @@ def test_others_may_read_an_export(tmp_path: Path) -> None:
     done = export.export(model, None, full(model), tmp_path / "adapter")
     (tmp_path / "usual").touch()
     assert {file.stat().st_mode for file in done.folder.iterdir()} == {(tmp_path / "usual").stat().st_mode}
+
+
+def test_a_folder_of_templates_within_an_export_stays_one(tmp_path: Path) -> None:
+    """Tokenizers with several chat templates make one; a mode for files would close it."""
+    with export.aside(tmp_path / "model") as made:
+        (made / "additional_chat_templates").mkdir()
+        (made / "additional_chat_templates" / "tools.jinja").touch(mode=0o600)
+        (made / export.RECORD).touch(mode=0o640)
+    within = tmp_path / "model" / "additional_chat_templates"
+    assert within.stat().st_mode & 0o100
+    assert (within / "tools.jinja").stat().st_mode == (tmp_path / "model" / export.RECORD).stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("raised", "number"),
+    [
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 28),
+        (Exception("Disk quota exceeded (os error 122)"), 122),
+        (SafetensorError("InvalidTensorView"), None),
+        (ValueError("of something else (os error 28)"), None),
+    ],
+)
+def test_what_the_disk_refuses_to_libraries_in_rust(raised: Exception, number: int | None) -> None:
+    with pytest.raises(OSError if number else type(raised)) as found, tensors.disk_errors():
+        raise raised
+    assert getattr(found.value, "errno", None) == number
 
 
 def test_replacing_an_export_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,10 +295,12 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("merging", [SMALL, None])
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, merging: Merging | None) -> None:
+@pytest.mark.parametrize(
+    ("trainable", "which"), [("adapter", "merged"), ("adapter", "adapter"), ("all", "merged"), ("all", "weights")]
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, trainable: str, which: str) -> None:
     """In a process that may write no file larger than 3,000 bytes."""
-    run = path_run(tmp_path, "qwen3")
+    run = path_run(tmp_path, "qwen3", trainable=trainable)
     program = (
         "import resource, sys; from pathlib import Path\n"
         "from prefix_train.exports.merge import Merging; from prefix_train.exports.run import export_run\n"
@@ -307,7 +309,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, merging: Mer
         "try: export_run(Path(sys.argv[1]), merging=Merging(shard_bytes=20000) if sys.argv[2] == 'merged' else None)\n"
         "except UserError as error: print(error)\n"
     )
-    which = "merged" if merging else "adapter"
     ran = subprocess.run(
         [sys.executable, "-c", program, str(run), which], capture_output=True, text=True, timeout=120, check=True
     )
