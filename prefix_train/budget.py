@@ -218,9 +218,11 @@ def _loss_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
     """Logits of the rows and words that are computed at a time, and the gradient of a head that is trained."""
     rows = min(shape.rows, config.train.loss_chunk_rows)
     words = min(config.train.loss_chunk_words or geometry.vocabulary, geometry.vocabulary)
-    logits = tensor_bytes(rows, words, itemsize=8)
+    whole, itemsize = words == geometry.vocabulary, ITEMSIZE[config.model.dtype]
+    logits = tensor_bytes(rows, words, itemsize=itemsize if whole else 8)
     head = 0 if adapted(config) else tensor_bytes(geometry.vocabulary, geometry.hidden, itemsize=4)
-    what = f"{rows:,} rows x {words:,} x 8 B (float32, and a temporary of it)"
+    how = f"{itemsize} B (their gradient takes their place)" if whole else "8 B (float32, and a temporary of it)"
+    what = f"{rows:,} rows x {words:,} x {how}"
     return [
         Term("logits of a chunk", logits, "gpu", what, "loss"),
         Term("gradient of the head", head, "gpu", "float32, unsharded, where the head is trained"),

@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from prefix_train import logits as logits_kernels
 
 
 class Targets(Protocol):
@@ -171,17 +174,16 @@ def _at_once(
     """Cross-entropies [M] and the gradient of the prediction rows, each chunk's logits computed once."""
     each = torch.empty_like(table.weights)
     row_grad = hidden.new_empty(len(table.rows), hidden.shape[1]) if wants_hidden else None
+    wanted = row_grad is not None or head_grad is not None
     for chunk, entries in _chunks(table, chunks[0]):
         inputs = hidden[table.rows[chunk]]
-        logits = (inputs @ head.T).to(table.weights.dtype)
-        each[entries] = _cross_entropies(logits, table, chunk, entries)
-        if row_grad is not None or head_grad is not None:
-            grad = _logits_gradient(logits, table, chunk, entries, table.ids[entries], table.weights[entries])
-            grad = grad.to(head.dtype)
-            if row_grad is not None:
-                row_grad[chunk] = grad @ head
-            if head_grad is not None:
-                head_grad += grad.T @ inputs
+        logits = inputs @ head.T
+        compute = _by_kernels if logits_kernels.available(logits) else _by_torch
+        each[entries], grad = compute(logits, table, chunk, entries, wanted)
+        if row_grad is not None:
+            row_grad[chunk] = grad @ head
+        if head_grad is not None:
+            head_grad += grad.T @ inputs
     return each, row_grad
 
 
@@ -213,6 +215,29 @@ def _scatter(row_grad: Tensor, rows: Tensor, positions: int, total_grad: Tensor)
     hidden_grad = row_grad.new_zeros(positions, row_grad.shape[1])
     hidden_grad[rows] = row_grad * total_grad.to(row_grad.dtype)
     return hidden_grad
+
+
+def _by_torch(logits: Tensor, table: _Table, chunk: slice, entries: slice, wanted: bool) -> tuple[Tensor, Tensor]:
+    """Cross-entropies of the chunk's targets, and, where it is wanted, the gradient of its logits in their dtype."""
+    wide = logits.to(table.weights.dtype)
+    each = _cross_entropies(wide, table, chunk, entries)
+    if not wanted:
+        return each, logits
+    grad = _logits_gradient(wide, table, chunk, entries, table.ids[entries], table.weights[entries])
+    return each, grad.to(logits.dtype)
+
+
+def _by_kernels(logits: Tensor, table: _Table, chunk: slice, entries: slice, wanted: bool) -> tuple[Tensor, Tensor]:
+    """The same, in place."""
+    normaliser = logits_kernels.normalisers(logits)
+    slot, words, weights = table.slot[entries] - chunk.start, table.ids[entries], table.weights[entries]
+    each = normaliser[slot] - logits[slot, words].to(normaliser.dtype)
+    if wanted:
+        counts = table.counts[chunk]
+        per_row = torch.segment_reduce(weights, "sum", lengths=counts)
+        starts = F.pad(counts.cumsum(0), (1, 0))
+        logits_kernels.to_gradient(logits, normaliser, per_row, starts, words, weights)
+    return each, logits
 
 
 def _cross_entropies(logits: Tensor, table: _Table, chunk: slice, entries: slice) -> Tensor:

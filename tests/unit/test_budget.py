@@ -10,7 +10,16 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from configs.errors import UserError
-from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig
+from configs.schema import (
+    AdapterConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    PackConfig,
+    SlurmConfig,
+    TrainConfig,
+)
 from prefix_train.budget import (
     GIB,
     PINNED_CHUNK,
@@ -170,8 +179,10 @@ def test_an_adapter_with_dropout_keeps_its_input_and_a_mask() -> None:
 
 def config(**options: Any) -> Config:
     base = Config(
+        data=DataConfig(train="none.jsonl"),
         model=ModelConfig(build=LARGE),
-        pack=PackConfig(max_positions=144_000, packs_per_update=8),
+        train=TrainConfig(updates=1),
+        pack=PackConfig(max_positions=144_000, packs_per_update=16),
         memory=MemoryConfig(offload="auto"),
         slurm=SlurmConfig(nodes=2, tasks_per_node=8, gpus_per_node=8),
     )
@@ -302,8 +313,10 @@ def test_training_all_parameters_shards_their_masters() -> None:
 def test_one_rank_gathers_nothing_and_logits_follow_the_rows() -> None:
     budget = predict(config(cluster="debug"), PACK)
     assert bytes_of(budget, "gathered weights") == 0
-    assert bytes_of(budget, "logits of a chunk") == 4_096 * 248_320 * 8
-    assert bytes_of(predict(config(), replace(PACK, rows=100)), "logits of a chunk") == 100 * 248_320 * 8
+    assert bytes_of(budget, "logits of a chunk") == 4_096 * 248_320 * 2
+    assert bytes_of(predict(config(), replace(PACK, rows=100)), "logits of a chunk") == 100 * 248_320 * 2
+    in_tiles = config(train=TrainConfig(loss_chunk_words=8_192))
+    assert bytes_of(predict(in_tiles, PACK), "logits of a chunk") == 4_096 * 8_192 * 8
 
 
 def test_without_a_plan_the_budget_is_that_of_the_longest_example() -> None:
