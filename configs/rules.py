@@ -93,6 +93,11 @@ def check(config: Config, source: str) -> None:
         raise UserError(f"{source}: {broken}")
 
 
+def accepts(config: Config) -> bool:
+    """Whether `config` breaks no rule."""
+    return next(_broken(config), None) is None
+
+
 def time_limit_s(text: str) -> int:
     """Seconds of a time limit as Slurm writes it: `m`, `m:s`, `h:m:s`, `d-h`, `d-h:m`, `d-h:m:s`. ValueError else."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)

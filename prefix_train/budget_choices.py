@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from configs import rules
 from configs.schema import Config, MemoryConfig
 from prefix_train.budget import GIB, Budget, Shape, predict
 
@@ -25,9 +26,14 @@ class Choice:
 
 
 def choices(config: Config, found: Budget) -> list[Choice]:
-    """What single changes of `config`, whose budget is `found`, would cost or save, for a pack of the same shape."""
+    """What single changes of `config`, whose budget is `found`, would cost or save, for a pack of the same shape.
+
+    Only those that the rules of options allow beside all else that is set.
+    """
     listed = []
     for change, other in _changes(config, found):
+        if not rules.accepts(other):
+            continue
         budget = predict(other, found.shape)
         gpu, host = (budget.total(place) - found.total(place) for place in ("gpu", "host"))
         listed.append(Choice(change, gpu, host, budget.hardware_flops / found.hardware_flops))
@@ -38,28 +44,24 @@ def _changes(config: Config, found: Budget) -> Iterator[tuple[str, Config]]:
     if config.train.trainable == "adapter":
         yield from _adapter_changes(config, found)
     memory, train = config.memory, config.train
-    if memory.offload == "none":
-        yield (
-            "memory.recompute=" + str(not memory.recompute).lower(),
-            _with(config, "memory", recompute=not memory.recompute),
-        )
-    for offload in ("none", "auto") if memory.recompute else ():
+    recompute = not memory.recompute
+    yield f"memory.recompute={str(recompute).lower()}", _with(config, "memory", recompute=recompute)
+    for offload in ("none", "auto"):
         if offload != memory.offload:
             yield f"memory.offload={offload}", _with(config, "memory", offload=offload)
+    for name in ("keep_attention", "keep_middle"):
+        keep = "none" if getattr(memory, name) != "none" else "auto"
+        yield f"memory.{name}={keep}", _with(config, "memory", **{name: keep})
     if memory.recompute:
-        for name in ("keep_attention", "keep_middle"):
-            keep = "none" if getattr(memory, name) != "none" else "auto"
-            yield f"memory.{name}={keep}", _with(config, "memory", **{name: keep})
         tile = 0 if memory.tile_rows else MemoryConfig.tile_rows
         yield f"memory.tile_rows={tile}", _with(config, "memory", tile_rows=tile)
-    rows = max(1, train.loss_chunk_rows // 2)
-    yield f"train.loss_chunk_rows={rows}", _with(config, "train", loss_chunk_rows=rows)
+    if rows := train.loss_chunk_rows // 2:
+        yield f"train.loss_chunk_rows={rows}", _with(config, "train", loss_chunk_rows=rows)
 
 
 def _adapter_changes(config: Config, found: Budget) -> Iterator[tuple[str, Config]]:
     geometry, adapter = found.geometry, config.adapter
-    names = sorted({name for layer in range(geometry.layers) for name in geometry.linears(layer)})
-    for name in names:
+    for name in geometry.targets:
         if name not in adapter.targets:
             yield f"adapter on {name}", _with(config, "adapter", targets=[*adapter.targets, name])
         elif len(adapter.targets) > 1:

@@ -34,6 +34,9 @@ WITHOUT_NORMS = ("llama", "mistral", "mixtral", "smollm3", "qwen2")
 WHOLE_NORMS = ("olmo2", "olmo3", "olmo_hybrid")
 """Whose attention normalises all heads together."""
 
+NO_TARGETS = {"qwen3_next": ("gate_proj", "up_proj", "down_proj")}
+"""Modules whose names PEFT takes for parts of fused experts, so that no adapter can be on them."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -123,7 +126,7 @@ class Geometry:
         return int(self.text["intermediate_size"])
 
     def linears(self, layer: int) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of a layer's linear modules by name: what an adapter can be attached to."""
+        """(inputs, outputs) of a layer's linear modules by name."""
         h, width = self.hidden, self.mlp_width(layer)
         found = {"gate_proj": (h, width), "up_proj": (h, width), "down_proj": (width, h)} if width else {}
         if width and self.sparse(layer):
@@ -184,6 +187,12 @@ class Geometry:
         vision, merger = _vision_parameters(self.vision) if self.vision else (0, 0)
         head = 0 if self.tied else embedding
         return {"embedding": embedding, "layers": layers, "head": head, "vision": vision, "merger": merger}
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """Names that `adapter.targets` may hold, sorted."""
+        names = {name for layer in range(self.layers) for name in self.linears(layer)}
+        return tuple(sorted(names.difference(NO_TARGETS.get(self.model_type, ()))))
 
     def adapter_shapes(self, rank: int, targets: list[str]) -> list[tuple[int, int]]:
         """(rows, columns) of every tensor of LoRA adapters of this rank on the named modules.

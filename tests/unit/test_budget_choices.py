@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from configs.schema import AdapterConfig, MemoryConfig, ModelConfig, SlurmConfig
+from configs import compose
+from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, SlurmConfig
 from prefix_train.budget import GIB, Shape, predict, tensor_bytes
 from prefix_train.budget_choices import RESERVE, choices, describe, largest_pack, scaled, summary
 from tests.unit.test_budget import PACK, config
@@ -80,6 +82,64 @@ def test_choices_are_printed_and_are_json() -> None:
     assert "none" in describe(listed, EIGHTY, 0)
     assert "largest" not in describe(listed, None, None)
     assert summary(listed, None, None)["largest_pack"] is None
+
+
+# What sets options so that a single change of another may be forbidden.
+SET: list[list[str]] = [
+    [],
+    ["adapter.masks=counted", "adapter.dropout=0.05"],
+    ["adapter.masks=counted", "adapter.rank=64"],
+    ["adapter.masks=counted", "adapter.dropout=0.05", "adapter.rank=64", "memory.offload=none"],
+    ["adapter.masks=counted", "adapter.dropout=0", "adapter.rank=128"],
+    ["adapter.masks=counted", "adapter.dropout=0", "memory.tile_rows=0"],
+    ["adapter.masks=counted", "adapter.dropout=0.05", "slurm.gpus_per_node=0"],
+    ["memory.offload=none", "memory.keep_attention=auto"],
+    ["memory.offload=none", "memory.keep_middle=2"],
+    ["memory.offload=none", "memory.keep_attention=auto", "memory.keep_middle=auto"],
+    ["memory.offload=none", "memory.recompute=false"],
+    ["memory.offload=3", "memory.keep_attention=1"],
+    ["train.trainable=all", "train.loss_chunk_rows=1"],
+    ["adapter.targets=[q_proj]", "adapter.merger=false", "train.loss_chunk_words=4096"],
+]
+
+
+@pytest.mark.parametrize("changes", SET, ids=" ".join)
+@pytest.mark.parametrize("model", ["qwen3_5, 27B", "llama"])
+def test_every_choice_is_a_configuration_that_is_accepted(tmp_path: Path, model: str, changes: list[str]) -> None:
+    """Written as a user would, beside what the user has written already; the costs are those of that configuration."""
+    path = tmp_path / "run.yaml"
+    path.write_text(compose.to_yaml(config(model=ModelConfig(build=MODELS[model]))))
+    given = compose.load(path, ["adapter.targets=[q_proj, down_proj]", *changes])
+    found = predict(given, PACK)
+    listed = choices(given, found)
+    assert len({choice.change for choice in listed}) == len(listed) > 2
+    for choice in listed:
+        told = compose.load(path, ["adapter.targets=[q_proj, down_proj]", *changes, override(given, choice.change)])
+        assert told != given
+        there = predict(told, PACK)
+        assert choice.gpu_bytes == there.total("gpu") - found.total("gpu"), choice.change
+        assert choice.host_bytes == there.total("host") - found.total("host"), choice.change
+
+
+def override(given: Config, change: str) -> str:
+    """`change` as key=value."""
+    words = change.split(" ")
+    if len(words) == 1:
+        return change
+    kept = [target for target in given.adapter.targets if target != words[-1]]
+    return f"adapter.targets=[{', '.join(kept if words[0] == 'no' else [*kept, words[-1]])}]"
+
+
+@pytest.mark.parametrize("changes", SET, ids=" ".join)
+@pytest.mark.parametrize("host", [None, 300 * GIB])
+def test_the_largest_pack_is_accepted_and_fits(tmp_path: Path, changes: list[str], host: int | None) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(compose.to_yaml(config()))
+    given = compose.load(path, changes)
+    largest = largest_pack(given, PACK, EIGHTY, host)
+    if largest:
+        told = compose.load(path, [*changes, f"pack.max_positions={largest}"])
+        predict(told, scaled(PACK, largest)).refuse(gpu_bytes=EIGHTY - RESERVE, host_bytes=host)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "defaults" not in name])

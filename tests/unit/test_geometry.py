@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from configs.errors import UserError
-from configs.schema import ModelConfig
+from configs.schema import AdapterConfig, ModelConfig
+from prefix_train import adapters
 from prefix_train.geometry import BUILT_VOCABULARY, Geometry, read_config
 from prefix_train.sizes import DEEPSTACK, DEFAULTS, VISION, WITH_VISION
 from prefix_train.tiny import build_tokenizer
@@ -149,6 +151,16 @@ def test_linear_modules_are_those_of_the_model(name: str) -> None:
             layer = int(path.split(".layers.")[1].split(".")[0])
             found[layer][path.rsplit(".", 1)[1]] = (module.in_features, module.out_features)
     assert [geometry.linears(layer) for layer in range(geometry.layers)] == found
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name == MODELS[name]["model_type"]])
+def test_targets_are_the_modules_on_which_adapters_can_be(name: str) -> None:
+    geometry, taken = Geometry.of(MODELS[name]), []
+    for target in {module for layer in range(geometry.layers) for module in geometry.linears(layer)}:
+        with contextlib.suppress(UserError):
+            adapters.attach(model_of(MODELS[name]), AdapterConfig(rank=2, targets=[target]), 0)
+            taken.append(target)
+    assert list(geometry.targets) == sorted(taken)
 
 
 def test_defaults_are_those_of_transformers() -> None:
