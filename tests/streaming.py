@@ -20,6 +20,7 @@ from prefix_train.dist import Ranks
 from prefix_train.layout import Layout
 from prefix_train.stream import build
 from prefix_train.stream.engine import Streamed, fill, prepare
+from prefix_train.stream.graphs import Recorder
 from prefix_train.stream.places import Choice
 from prefix_train.stream.store import Store
 from tests import models
@@ -89,11 +90,17 @@ class Pair:
 
 
 def pair(
-    made: PreTrainedModel, store: Store, config: Config, images: bool = False, lr: float = 0.0, resident: int = 0
+    made: PreTrainedModel,
+    store: Store,
+    config: Config,
+    images: bool = False,
+    lr: float = 0.0,
+    resident: int = 0,
+    record: Recorder | None = None,
 ) -> Pair:
     """Trainers of `made` and of `store`, which holds its weights. resident: how many blocks stay."""
     skeleton = prepare(hollow(made, store), config)
-    stream = Streamed(skeleton, config, store, torch.device("cpu"), images, resident)
+    stream = Streamed(skeleton, config, store, torch.device("cpu"), images, resident, record=record)
     dtype = next(made.parameters()).dtype
     train = config.train
     whole = model.Root(

@@ -21,7 +21,7 @@ from prefix_train import model as models
 from prefix_train import offload, patch
 from prefix_train.budget import GIB
 from prefix_train.model import Out
-from prefix_train.stream import pace, planner, readings, sources
+from prefix_train.stream import graphs, pace, planner, readings, sources
 from prefix_train.stream.frozen import Frozen, shared_memory
 from prefix_train.stream.head import Embedding, Head
 from prefix_train.stream.pace import Pace
@@ -124,7 +124,8 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 class Streamed(models.Root):
     """A root that holds what is trained and little else. model: of `load`, prepared; it moves to `device`.
 
-    resident: how many blocks stay there. limit: bytes that the driver may say of this process; None: not asked.
+    resident: how many blocks stay there. limit: bytes that the driver may say of this process; None: not asked. record:
+    what records launches for `stream.graphs`, by default CUDA graphs.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Streamed(models.Root):
         images: bool,
         resident: int,
         limit: int | None = None,
+        record: graphs.Recorder | None = None,
     ) -> None:
         train = config.train
         super().__init__(
@@ -160,6 +162,9 @@ class Streamed(models.Root):
         self.head = Head(self.source, train.loss_chunk_words)
         layers, width = len(store.layers), self.anatomy.base.get_input_embeddings().embedding_dim
         self.offload = offload.make(config, layers, width, self.dtype, device, packs=self.at_once)
+        self.graphs = graphs.make(
+            config, self.anatomy.layers, store.layers, self._frozen, self.handle, width, self.dtype, device, record
+        )
         self.pace: Pace | None = None
         self.limit, self._told = limit, dict[str, float]()
         self._before, self._positions = (Figures(), Figures()), 0
@@ -223,10 +228,10 @@ class Streamed(models.Root):
         return now[0].since(before[0]), now[1].since(before[1])
 
     @contextmanager
-    def visit(self, index: int) -> Iterator[None]:
-        """Block `index` is there to be computed with."""
+    def visit(self, index: int) -> Iterator[Tensor]:
+        """Block `index` is there to be computed with: its bytes, which its modules read their parameters from."""
         with self.ring.visit(index) as memory, self._frozen[index].within(memory):
-            yield
+            yield memory
 
 
 def within(limit: int, device: torch.device) -> dict[str, float]:

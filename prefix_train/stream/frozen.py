@@ -120,26 +120,28 @@ class Frozen:
             stored = block.by_name[name]
             away = nn.Parameter(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), requires_grad=False)
             owner._parameters[attribute] = away
-            self._places.append((owner, attribute, away, stored))
+            self._places.append((owner, attribute, stored))
 
     @contextmanager
     def within(self, buffer: Tensor) -> Iterator[None]:
-        """Parameters read as what `buffer`, uint8 on the computing device, holds; else they are on the meta device.
+        """Parameters read as what `buffer`, uint8 on the computing device, holds; afterwards as before: outside of all
+        visits they are on the meta device.
 
         buffer: stays this block's place as long as this object is there.
         """
         held = self._held.get(buffer.data_ptr())
         if held is None:
             held = self._held[buffer.data_ptr()] = [self._of(stored, buffer) for *_, stored in self._places]
+        before = [owner._parameters[attribute] for owner, attribute, _ in self._places]
         self._visit.append(True)
-        for (owner, attribute, *_), found in zip(self._places, held, strict=True):
+        for (owner, attribute, _), found in zip(self._places, held, strict=True):
             owner._parameters[attribute] = found  # type: ignore[assignment]
         try:
             yield
         finally:
-            self._visit.clear()
-            for owner, attribute, away, _ in self._places:
-                owner._parameters[attribute] = away
+            self._visit.pop()
+            for (owner, attribute, _), was in zip(self._places, before, strict=True):
+                owner._parameters[attribute] = was
 
     def _of(self, stored: Stored, buffer: Tensor) -> Tensor:
         if stored.weights == "plain":

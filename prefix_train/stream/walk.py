@@ -20,6 +20,7 @@ from prefix_train import unit
 from prefix_train.loss import PassingHead
 from prefix_train.model import Out
 from prefix_train.offload import Inputs
+from prefix_train.stream.graphs import Play
 from prefix_train.stream.schedule import walk
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Passage:
 
     entry: what the first block is given, with the graph that made it; none where nothing before the blocks learns.
     inputs: of each block so far, kept for its backward. head: its prediction rows, once they are computed. grad: of
-    what the block that comes next on the way down has put out.
+    what the block that comes next on the way down has put out. play: its recorded launches, where there are any.
     """
 
     batch: Batch
@@ -43,6 +44,7 @@ class Passage:
     inputs: Inputs
     head: PassingHead | None = None
     grad: Tensor | None = None
+    play: Play | None = None
 
 
 class Walk:
@@ -63,9 +65,9 @@ class Walk:
         root.head.begin(2 if self.learning else 1)
         with torch.no_grad():
             for index, layer in enumerate(root.anatomy.layers):
-                with root.visit(index):
+                with root.visit(index) as memory:
                     for passage in self.passages:
-                        self._rise(passage, index, layer)
+                        self._rise(passage, index, layer, memory)
             return self._losses()
 
     def down(self, loss_grads: Sequence[Tensor]) -> None:
@@ -77,13 +79,15 @@ class Walk:
         for passage, grad in zip(self.passages, loss_grads, strict=True):
             self._turn(passage, grad)
         for index in reversed(range(self._lowest(), len(root.anatomy.layers))):
-            with root.visit(index):
+            with root.visit(index) as memory:
                 for passage in self.passages:
                     if index >= self._lowest_of(passage):
-                        self._fall(passage, index)
+                        self._fall(passage, index, memory)
         for passage in self.passages:
             if passage.entry is not None:
                 torch.autograd.backward(passage.entry, passage.grad)
+        if root.graphs is not None:
+            root.graphs.leave([passage.play for passage in self.passages if passage.play is not None])
         self.passages.clear()
 
     def _enter(self, batch: Batch) -> Passage:
@@ -92,12 +96,17 @@ class Walk:
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         with torch.set_grad_enabled(self.learning), root.copies or nullcontext(), _noting(root, calls):
             entry: Tensor = root.anatomy.body(**root._inputs(batch)).last_hidden_state
-        return Passage(batch, entry if entry.requires_grad else None, calls, entry.detach(), Inputs(root.offload))
+        play = root.graphs.enter(batch.layout, calls) if root.graphs is not None and self.learning else None
+        inputs = Inputs(root.offload)
+        return Passage(batch, entry if entry.requires_grad else None, calls, entry.detach(), inputs, play=play)
 
-    def _rise(self, passage: Passage, index: int, layer: nn.Module) -> None:
+    def _rise(self, passage: Passage, index: int, layer: nn.Module, memory: Tensor) -> None:
         args, kwargs = passage.calls[index]
         if self.learning:
             passage.inputs.push(passage.hidden)
+        if passage.play is not None and passage.play.ready:
+            passage.hidden = passage.play.up(index, memory, passage.hidden)
+            return
         passage.hidden = layer(passage.hidden, *args, **kwargs)
         self.root.handle.check_reached(passage.batch.layout, index)
 
@@ -132,10 +141,15 @@ class Walk:
         (passage.grad,) = torch.autograd.grad(normed, hidden, grad)
         del passage.hidden
 
-    def _fall(self, passage: Passage, index: int) -> None:
+    def _fall(self, passage: Passage, index: int, memory: Tensor) -> None:
         """One block, once more and backward."""
         args, kwargs = passage.calls[index]
-        source = passage.inputs.pop().requires_grad_(index > self._lowest_of(passage) or passage.entry is not None)
+        source, wanted = passage.inputs.pop(), index > self._lowest_of(passage) or passage.entry is not None
+        if passage.play is not None and passage.play.ready:
+            assert passage.grad is not None
+            passage.grad = passage.play.down(index, memory, source, passage.grad, wanted)
+            return
+        source.requires_grad_(wanted)
         with torch.enable_grad():
             out = unit.again(self.root.anatomy.layers[index], source, *args, **kwargs)
         torch.autograd.backward(out, passage.grad)

@@ -313,10 +313,10 @@ def test_after_a_pass_that_was_broken_off_the_next_is_whole(
     both, given = streaming.pair(made, store, streaming.options(torch.bfloat16)), packs(made, GROUPS[1])
     rise = walk.Walk._rise
 
-    def third(self: walk.Walk, passage: Any, index: int, layer: Any) -> None:
+    def third(self: walk.Walk, passage: Any, index: int, *given: Any) -> None:
         if index == 2:
             raise Broken
-        rise(self, passage, index, layer)
+        rise(self, passage, index, *given)
 
     monkeypatch.setattr(walk.Walk, "_rise", third)
     with pytest.raises(Broken):

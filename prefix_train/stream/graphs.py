@@ -1,0 +1,259 @@
+"""A block's launches, recorded once and then repeated by one call: its way up, and its way down.
+
+Blocks that are alike launch the same kernels over the same layout, and in the same slot at the same addresses; what is
+a block's or a pack's own is copied to memory that stays where it is (`fixed`). A layout's first pass is an ordinary one
+and makes its kernels ready (compiled, tuned, planned); in its second each slot's launches are recorded when they first
+come; from then on they are repeated. The same kernels on the same bits: nothing changes but the host's work.
+
+A recording belongs to a kind of block, a slot, a layout and a direction. Recordings share one pool of memory, for they
+are repeated one after the other and leave nothing in it. Rules for what is recorded (torch's notes on CUDA graphs): it
+does not wait for the device, has no graph of autograd that began outside, and copies its results out of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from configs.errors import UserError
+from configs.schema import Config
+from prefix_train import unit
+from prefix_train.layout import Layout
+from prefix_train.patch import Handle
+from prefix_train.stream.fixed import Adapters, Call, Kind, States, structure
+from prefix_train.stream.frozen import Frozen
+from prefix_train.stream.manifest import BlockFile
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Recorder(Protocol):
+    """Takes down what a function launches."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What repeats the launches of `run`, which need not have happened when this returns."""
+
+
+class CudaRecorder:
+    """By CUDA graphs, in a pool of memory of their own.
+
+    Other threads go on copying meanwhile: only what this thread does is held to the rules of recording.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See Recorder. Waits for the device."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder layer, and what it shares with its like."""
+
+    index: int
+    layer: nn.Module
+    frozen: Frozen
+    adapters: Adapters
+    kind: Kind
+
+
+class Case:
+    """One layout's recordings. calls: what each kind of block is given besides hidden states."""
+
+    def __init__(self, layout: Layout, calls: dict[Kind, Call], states: States, handle: Handle) -> None:
+        self.layout, self.calls, self._handle = layout, calls, handle
+        self.hidden, self.out, self.grad = states.of(layout.total)
+        self._recorded: dict[tuple[Any, ...], Callable[[], None]] = {}
+
+    def repeat(self, key: tuple[Any, ...], run: Callable[[], None], record: Recorder) -> None:
+        """What `run` does, recorded where that has not been done."""
+        if key not in self._recorded:
+            self._recorded[key] = record(run)
+        self._recorded[key]()
+
+    def rise(self, block: Block, memory: Tensor) -> None:
+        """`hidden` through a block to `out`."""
+        call = self.calls[block.kind]
+        with block.frozen.within(memory), block.adapters.reading(block.kind.weights.parts), torch.no_grad():
+            self.out.copy_(unit.bare(block.layer, self.hidden, *call.args, **call.kwargs))
+        self._handle.check_reached(self.layout, block.index)
+
+    def fall(self, block: Block, memory: Tensor, wanted: bool) -> None:
+        """A block once more, and from `grad` to its adapters' gradients; if `wanted`, to that of `hidden` in `out`."""
+        call = self.calls[block.kind]
+        source = self.hidden.detach().requires_grad_(wanted)
+        weights = [part.detach().requires_grad_() for part in block.kind.weights.parts]
+        with block.frozen.within(memory), block.adapters.reading(weights):
+            with torch.enable_grad():
+                out = unit.bare(block.layer, source, *call.args, recomputing=True, **call.kwargs)
+            found = torch.autograd.grad(out, [*weights, source] if wanted else weights, self.grad)
+        if weights:
+            torch._foreach_copy_(block.kind.grads.parts, list(found[: len(weights)]))
+        if wanted:
+            self.out.copy_(found[-1])
+
+
+class Play:
+    """One pack's pass. ready: it is made by recordings; else it is the layout's first, or one too many."""
+
+    def __init__(self, graphs: Graphs, key: tuple[Any, ...], leaves: dict[Kind, list[Any]], case: Case | None) -> None:
+        self.key, self._graphs, self._leaves, self._case = key, graphs, leaves, case
+
+    @property
+    def ready(self) -> bool:
+        """Are there recordings, or will there be in this pass?"""
+        return self._case is not None
+
+    def up(self, index: int, memory: Tensor, hidden: Tensor) -> Tensor:
+        """Hidden states, [1, T, D], through block `index`, whose bytes are in `memory`."""
+        case, block = self._begin(index, hidden)
+        run = partial(case.rise, block, memory)
+        case.repeat((block.kind, memory.data_ptr()), run, self._graphs.record)
+        return case.out.clone()
+
+    def down(self, index: int, memory: Tensor, hidden: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
+        """The gradient of the block's input `hidden` where it is `wanted`; those of its adapters are added to them."""
+        case, block = self._begin(index, hidden)
+        case.grad.copy_(grad)
+        run = partial(case.fall, block, memory, wanted)
+        case.repeat((block.kind, memory.data_ptr(), wanted), run, self._graphs.record)
+        block.adapters.add(block.kind.grads)
+        return case.out.clone() if wanted else None
+
+    def _begin(self, index: int, hidden: Tensor) -> tuple[Case, Block]:
+        """Everything is where the launches will read it."""
+        assert self._case is not None
+        block = self._graphs.blocks[index]
+        self._case.calls[block.kind].fill(self._leaves[block.kind])
+        self._case.hidden.copy_(hidden)
+        block.kind.take(block.adapters)
+        return self._case, block
+
+    def release(self) -> None:
+        """Keep nothing of the pack."""
+        if self._case is not None:
+            for call in self._case.calls.values():
+                call.release()
+        self._leaves = {}
+
+
+class Graphs:
+    """The recordings of a model's blocks.
+
+    states: for the largest pack. layouts: for how many there are recordings at most. strict: one more is an error;
+    else its packs pass without.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        handle: Handle,
+        states: States,
+        layouts: int,
+        strict: bool,
+        record: Recorder,
+    ) -> None:
+        self.blocks, self.record, self._handle, self.states = blocks, record, handle, states
+        self._layouts, self._strict = layouts, strict
+        self._seen: set[int] = set()
+        self._cases: dict[tuple[Any, ...], Case] = {}
+
+    def enter(self, layout: Layout, calls: Sequence[Arguments]) -> Play:
+        """A pack's pass begins. calls: what each block is given besides hidden states.
+
+        Raises UserError where there are too many layouts, if that is an error.
+        """
+        given = self._by_kind(calls)
+        flat: dict[Kind, tuple[list[Any], TreeSpec]] = {kind: tree_flatten(call) for kind, call in given.items()}
+        leaves = {kind: found for kind, (found, _) in flat.items()}
+        shapes = tuple(_shape(leaf) for found in leaves.values() for leaf in found)
+        key = (layout.lengths, layout.parents, layout.width, shapes)
+        if hash(key) in self._seen and key not in self._cases and self._has_room():
+            fixed = {kind: Call(found, spec) for kind, (found, spec) in flat.items()}
+            self._cases[key] = Case(layout, fixed, self.states, self._handle)
+        return Play(self, key, leaves, self._cases.get(key))
+
+    def leave(self, plays: Iterable[Play]) -> None:
+        """These packs have passed, up and down."""
+        for play in plays:
+            self._seen.add(hash(play.key))
+            play.release()
+
+    def _has_room(self) -> bool:
+        room = len(self._cases) < self._layouts
+        if not room and self._strict:
+            raise UserError(
+                f"stream.graphs=on: packs of more than {self._layouts} layouts come again, and stream.graph_layouts is "
+                f"{self._layouts}: raise it, give packs of fewer shapes, or set stream.graphs=auto"
+            )
+        return room
+
+    def _by_kind(self, calls: Sequence[Arguments]) -> dict[Kind, Arguments]:
+        """What blocks of each kind are given. Raises RuntimeError where two of them are not given the same."""
+        found: dict[Kind, Arguments] = {}
+        for block, (args, kwargs) in zip(self.blocks, calls, strict=True):
+            like_args, like_kwargs = found.setdefault(block.kind, (args, kwargs))
+            same = len(args) == len(like_args) and kwargs.keys() == like_kwargs.keys()
+            same = same and all(mine is other for mine, other in zip(args, like_args, strict=True))
+            if not same or any(kwargs[name] is not value for name, value in like_kwargs.items()):
+                raise RuntimeError(f"block {block.index} is given something else than blocks that are like it")
+        return found
+
+
+def _shape(leaf: Any) -> Any:
+    """What must be the same for a recording to serve again; layouts are compared by themselves."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype
+    return None if isinstance(leaf, Layout) else leaf
+
+
+def make(
+    config: Config,
+    layers: Sequence[nn.Module],
+    files: Sequence[BlockFile],
+    frozen: Sequence[Frozen],
+    handle: Handle,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    record: Recorder | None = None,
+) -> Graphs | None:
+    """As `stream.graphs` says. record: by default CUDA graphs. UserError where it is `on` and there can be none."""
+    asked = config.stream.graphs
+    if asked == "off":
+        return None
+    if reason := _hinders(config, layers, device, record):
+        if asked == "on":
+            raise UserError(f"stream.graphs=on: {reason}; set stream.graphs=auto or off")
+        return None
+    kinds: dict[tuple[Any, ...], Kind] = {}
+    blocks = []
+    for index, (layer, file, its) in enumerate(zip(layers, files, frozen, strict=True)):
+        adapters, like = Adapters(layer), structure(layer, file)
+        if like not in kinds:
+            kinds[like] = Kind(adapters, dtype, device)
+        blocks.append(Block(index, layer, its, adapters, kinds[like]))
+    states = States(config.pack.max_positions, width, dtype, device)
+    return Graphs(blocks, handle, states, config.stream.graph_layouts, asked == "on", record or CudaRecorder())
+
+
+def _hinders(config: Config, layers: Sequence[nn.Module], device: torch.device, record: Recorder | None) -> str | None:
+    """Why launches cannot be recorded."""
+    if config.adapter.dropout:
+        return f"adapter.dropout={config.adapter.dropout:g} has new masks in each update, and a recording keeps its own"
+    if any(type(module).__name__.endswith("Experts") for layer in layers for module in layer.modules()):
+        return "which experts compute what is known when it is computed, and a recording does the same again"
+    if device.type != "cuda" and record is None:
+        return f"launches are recorded on CUDA, not on {device.type}"
+    return None
