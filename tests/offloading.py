@@ -162,7 +162,7 @@ def fifty_updates(base: Any, offloaded: str, **given: Any) -> Iterator[dict[str,
     if made.offload is not None:
         assert made.offload.pool.used == 0
         assert made.offload.pool.peak == made.offload.pool.size
-        row = made.offload.count * 32 * 4
+        row = (made.offload.count + made.offload.middles) * 32 * 4
         assert made.offload.copied == 2 * sum(row * pack.layout.total for pack in everything)
 
 

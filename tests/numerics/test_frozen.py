@@ -145,14 +145,16 @@ class Products(TorchDispatchMode):
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
-        self.weights = {weight.data_ptr(): (name, weight.mT.shape) for name, weight in weights.items()}
+        self.weights = {
+            weight.data_ptr(): (name, weight.mT.shape, weight.mT.stride()) for name, weight in weights.items()
+        }
         self.rows: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
             left, right = args[-2:]
-            name, shape = self.weights.get(right.data_ptr(), (None, None))
-            if name is not None and right.shape == shape:
+            name, *place = self.weights.get(right.data_ptr(), (None,))
+            if name is not None and [right.shape, right.stride()] == place:
                 self.rows[name] += len(left)
         return func(*args, **(kwargs or {}))
 
