@@ -72,7 +72,7 @@ def _stream(model: nn.Module, config: Config, ranks: Ranks, images: bool, larges
         plan.refuse()
     if ranks.device.type == "cuda":
         total = torch.cuda.get_device_properties(ranks.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (plan.limit - planner.CONTEXT) / total), ranks.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (plan.limit - plan.beside) / total), ranks.device)
     root = Streamed(model, config, store, ranks.device, images, plan.resident, plan.limit)
     root.measure_pace(largest.positions)
     return root

@@ -33,7 +33,7 @@ from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.packing import Pack, standalone
 from prefix_train.step import Stepper, update
-from prefix_train.stream import bench_bound, bench_gate, bench_parts, figures, planner, readings, sources
+from prefix_train.stream import bench_bound, bench_gate, bench_graphs, bench_parts, figures, planner, readings, sources
 from prefix_train.stream.bench import ACCUMULATED, PACK, Case, parse
 from prefix_train.stream.engine import Streamed
 from prefix_train.tensors import digest
@@ -133,6 +133,10 @@ class Running:
         """One whole update."""
         update(self.stepper, 1, 1e-5, self.row.batches)
 
+    def standing(self) -> None:
+        """One whole update that leaves every parameter as it is."""
+        update(self.stepper, 1, 0.0, self.row.batches)
+
     def covered(self) -> int:
         """Blocks, every adapter tensor of which had a gradient in the last update."""
         return sum(
@@ -229,6 +233,9 @@ def _updates(
         found["first_s"] = seconds(running.run, device)
     found["memory"] = memory(device, found["plan"], driver) | {"device_used_gib": peak.nbytes / GIB}
     tell(found)
+    if root.graphs is not None:
+        with watch.phase("launches are recorded, and compared with ordinary ones"):
+            found["graphs"] = bench_graphs.compare(root, running.standing, running.parameters)
     found["page_cache"]["warm"] = readings.cached(row.store)
     warm, counted = list[float](), bench_parts.allocator(device)
     root.metrics(1.0)
@@ -262,7 +269,7 @@ def plan_of(row: Row) -> dict[str, Any]:
         "needed_gib": plan.needed / GIB,
         "budget_gib": plan.limit / GIB,
         "resident_blocks": plan.resident,
-        "context_gib": (planner.CONTEXT + planner.FRAGMENTS) / GIB if row.config.slurm.gpus_per_node else 0.0,
+        "context_gib": (plan.beside + planner.FRAGMENTS) / GIB if row.config.slurm.gpus_per_node else 0.0,
         "read_bytes": plan.reads(),
         "terms_gib": {term.name: term.bytes / GIB for term in plan.budget.at_most("gpu")},
     }
@@ -300,6 +307,8 @@ def faults(found: dict[str, Any]) -> list[str]:
         said.append("the adapters did not change")
     if found["blocks_covered"] < found["blocks"]:
         said.append(f"{found['blocks'] - found['blocks_covered']} blocks had no gradient")
+    if not found.get("graphs", {"passed": True})["passed"]:
+        said.append(f"gradients of recorded launches are {found['graphs']['gradient']:.1e} away from ordinary ones")
     budget_gib, peak = found["plan"]["budget_gib"], found["memory"]
     if "allocated_gib" in peak and "driver_gib" not in peak:
         said.append("the driver's memory could not be read")

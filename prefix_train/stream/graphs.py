@@ -76,6 +76,11 @@ class Case:
         self.hidden, self.out, self.grad = states.of(layout.total)
         self._recorded: dict[tuple[Any, ...], Callable[[], None]] = {}
 
+    @property
+    def count(self) -> int:
+        """Recordings so far."""
+        return len(self._recorded)
+
     def repeat(self, key: tuple[Any, ...], run: Callable[[], None], record: Recorder) -> None:
         """What `run` does, recorded where that has not been done."""
         if key not in self._recorded:
@@ -168,6 +173,11 @@ class Graphs:
         self._layouts, self._strict = layouts, strict
         self._seen: set[int] = set()
         self._cases: dict[tuple[Any, ...], Case] = {}
+
+    @property
+    def count(self) -> int:
+        """Recordings so far."""
+        return sum(case.count for case in self._cases.values())
 
     def enter(self, layout: Layout, calls: Sequence[Arguments]) -> Play:
         """A pack's pass begins. calls: what each block is given besides hidden states.

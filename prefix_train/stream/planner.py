@@ -33,6 +33,9 @@ FRAGMENTS = 160 << 20
 WORKSPACES = 2 * 32 << 20
 """Bytes that cuBLAS takes of torch's allocator on Hopper: for the thread that goes forward, and for autograd's."""
 
+RECORDING = 512 << 10
+"""Bytes that a recording of launches takes of a GPU besides torch's allocator. An estimate: not measured."""
+
 SCRATCH = 1 << 18, 6
 """Elements that are dequantised at once (`nf4.CHUNK`), and bytes that each takes besides the matrix it goes to."""
 
@@ -113,11 +116,37 @@ class Plan:
     def budget(self) -> Budget:
         """The terms."""
         found = budget.predict(self.config, self.shape)
-        terms = (
-            *_weights(self.config, self.files, self.resident, found),
-            *_activations(self.config, self.files, found),
+        activations = list(_activations(self.config, self.files, found))
+        weights = _weights(self.config, self.files, self.resident, found)
+        return replace(found, terms=(*weights, *activations, *self._graphs(found, activations)))
+
+    @property
+    def recordings(self) -> int:
+        """Bytes that recordings of launches take besides torch's allocator."""
+        stream, blocks = self.config.stream, len(self.files.blocks)
+        if not _records(self.config):
+            return 0
+        places = self.resident + min(stream.slots, blocks - self.resident)
+        return 2 * places * stream.graph_layouts * RECORDING
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the device that torch's allocator does not have."""
+        return CONTEXT + self.recordings
+
+    def _graphs(self, found: Budget, activations: list[Term]) -> Iterator[Term]:
+        """What `stream.graphs` takes. A layout's first pass is made without, in memory of its own."""
+        if not _records(self.config):
+            return
+        itemsize, hidden = ITEMSIZE[self.config.model.dtype], found.geometry.hidden
+        states = tensor_bytes(3, self.shape.positions, hidden, itemsize=itemsize)
+        yield Term("fixed hidden states", states, "gpu", f"3 x {self.shape.positions:,} x {hidden:,} x {itemsize} B")
+        pool = [term for term in activations if term.when == "layer" and term.place == "gpu"]
+        names = " and ".join(term.name for term in pool)
+        yield Term(
+            "pool of the recordings", sum(term.bytes for term in pool) + WORKSPACES, "gpu", f"{names}, once more"
         )
-        return replace(found, terms=terms)
+        yield Term("recordings", self.recordings, "gpu", f"{self.recordings // RECORDING} of {RECORDING >> 10} KiB")
 
     @property
     def needed(self) -> int:
@@ -226,6 +255,7 @@ def _few_rows(config: Config) -> Config:
 CHANGES = (
     ("stream.resident_blocks=0", lambda config: _with(config, "stream", resident_blocks="0")),
     ("memory.offload=auto", lambda config: _with(config, "memory", offload="auto")),
+    ("stream.graphs=off", lambda config: _with(config, "stream", graphs="off")),
     ("train.loss_chunk_words={tile}", _tiled),
     ("train.loss_chunk_rows=512", _few_rows),
     ("memory.tile_rows=2048", _in_tiles),
@@ -233,6 +263,11 @@ CHANGES = (
     ("stream.slots=2", lambda config: _with(config, "stream", slots=2)),
 )
 """Options that save memory on the device, those that cost least first."""
+
+
+def _records(config: Config) -> bool:
+    """May launches be recorded?"""
+    return config.stream.graphs != "off" and not config.adapter.dropout and config.slurm.gpus_per_node > 0
 
 
 def make(config: Config, shape: Shape | None = None, files: Files | None = None) -> Plan:

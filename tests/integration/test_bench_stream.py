@@ -15,10 +15,22 @@ from torch import Tensor
 from configs import compose
 from configs.errors import UserError
 from prefix_train.bench_pack import geometry_file
-from prefix_train.stream import bench, bench_bound, bench_gate, bench_parts, bench_row, build, frozen, random_store
+from prefix_train.stream import (
+    bench,
+    bench_bound,
+    bench_gate,
+    bench_parts,
+    bench_row,
+    build,
+    fixed,
+    frozen,
+    graphs,
+    random_store,
+)
 from prefix_train.stream.bench import Case, parse, ratios, text
 from prefix_train.stream.figures import Misleading
 from prefix_train.stream.places import Choice
+from tests import tape
 
 CPU = torch.device("cpu")
 TINY = str(Path(__file__).parents[1] / "data" / "tiny-geometry.yaml")
@@ -133,6 +145,39 @@ def test_a_row_that_learned_nothing_says_so(rows: dict[str, dict[str, Any]]) -> 
         f"{peak['allocated_gib']:.2f} GiB were allocated at the peak",
     ]
     assert bench_row.faults(pack) == []
+
+
+RECORDED = "64@stream.graphs=on,stream.graph_layouts=1,adapter.dropout=0.0"
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> tape.Recorder:
+    """Launches are recorded on the CPU too."""
+    made, make = tape.Recorder(), graphs.make
+    monkeypatch.setattr(graphs, "make", lambda *given: make(*given[:-1], made))
+    return made
+
+
+def test_a_row_by_recorded_launches_has_its_own_gate(case: Case, recorder: tape.Recorder) -> None:
+    row = bench_row.measure(RECORDED, case, CPU)
+    assert "failed" not in row
+    assert row["graphs"] == {"recordings": len(recorder.tapes), "gradient": 0.0, "noise": 0.0, "passed": True}
+    assert recorder.plays >= 8 * (2 + row["case"]["warm"])
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_row_whose_recorded_launches_are_wrong_fails(
+    case: Case, recorder: tape.Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = fixed.Adapters.add
+
+    def twice(self: fixed.Adapters, found: fixed.Flat) -> None:
+        add(self, found)
+        add(self, found)
+
+    monkeypatch.setattr(fixed.Adapters, "add", twice)
+    row = bench_row.measure(RECORDED, case, CPU)
+    assert any("gradients of recorded launches are" in said for said in row["failed"])
 
 
 def test_a_row_stands_whose_parts_cannot_be_told(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,8 @@ def test_a_pack_of_the_plan_is_grown_to_the_largest_that_may_come() -> None:
         (["stream.packs_per_visit=2"], "give no more than there are"),
         (["train.trainable=all"], "only adapters can be trained"),
         (["memory.recompute=false", "memory.offload=none"], "a block is gone before its backward"),
-        (["memory.keep_attention=auto"], "a block keeps nothing but its input"),
+        (["memory.keep_attention=auto"], "memory.keep_attention with engine=stream: a block keeps nothing but its in"),
+        (["memory.keep_middle=auto"], "memory.keep_middle with engine=stream: a block keeps nothing but its input"),
         (["train.loss_chunk_words=100"], "give a multiple of 64"),
         (["slurm.tasks_per_node=2", "slurm.gpus_per_node=2", "pack.packs_per_update=2"], "trains on one GPU"),
         (["data.heldout=x.jsonl", "evaluate.generate=true"], "answers need the whole model"),
@@ -200,3 +201,32 @@ def test_a_pack_of_the_plan_is_grown_to_the_largest_that_may_come() -> None:
 def test_contradictions_are_named(overrides: list[str], says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
         recipe(*overrides)
+
+
+# Recorded launches.
+
+
+def test_recorded_launches_have_memory_of_their_own() -> None:
+    off, on = (planner.make(recipe(f"stream.graphs={how}", "stream.resident_blocks=2")) for how in ("off", "on"))
+    mine = {term.name: term.bytes for term in on.budget.terms}
+    assert mine["fixed hidden states"] == 3 * 8192 * 5120 * 2
+    assert mine["recordings"] == 2 * (3 + 2) * 4 * planner.RECORDING
+    assert mine["pool of the recordings"] > mine["one layer recomputed"] + mine["gradients in the layer"]
+    assert on.beside - off.beside == mine["recordings"]
+    assert on.needed - off.needed == sum(
+        mine[name] for name in ("fixed hidden states", "recordings", "pool of the recordings")
+    )
+
+
+def test_without_recordings_nothing_is_planned_for_them() -> None:
+    off, dropping = (planner.make(recipe(*changes)) for changes in ([], ["stream.graphs=auto", "adapter.dropout=0.1"]))
+    assert dropping.beside == off.beside == planner.CONTEXT
+    assert {term.name for term in dropping.budget.terms} == {term.name for term in off.budget.terms}
+
+
+def test_advice_is_to_do_without_recordings() -> None:
+    config = recipe("stream.resident_blocks=0")
+    limit = 1.001 * planner.make(config).needed / GIB
+    plan = planner.make(compose.with_changes(config, [f"stream.budget_gib={limit}", "stream.graphs=on"]))
+    assert not plan.fits
+    assert "stream.graphs=off" in plan.would_fit()
