@@ -10,6 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+import yaml
+
 from configs import runfolder
 from configs.compose import from_run
 from configs.schema import Config
@@ -17,6 +20,7 @@ from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
 from preflight import drain
 from slurm import deadlines, life, presence, records, verdict
+from slurm.evidence import UNREADABLE
 from slurm.finish import ENDED_WELL
 from slurm.presence import Presence
 from slurm.scheduler import JobState
@@ -25,6 +29,8 @@ RECENT = 20
 """Updates whose median time makes the forecast."""
 TAIL_BYTES = 1 << 16
 """As much of metrics.jsonl as is read."""
+LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""Reads every value as text; in C where PyYAML was built so."""
 LIVELY_S = 120.0
 """A heartbeat younger than this contradicts a job that has ended."""
 
@@ -108,9 +114,25 @@ def job_of(run: Path) -> str | None:
     return found.decode()
 
 
+def options(run: Path) -> Config:
+    """Of the options of `run` those that are asked for here; the others are at their defaults.
+
+    All of them, checked, take fifty times as long, and a folder may hold a thousand runs. Where one of these is not
+    there, or does not fit, `from_run` says what is wrong, or reads what `to_yaml` did not write.
+    """
+    try:
+        found = yaml.load((run / runfolder.CONFIG).read_bytes(), LOADER)
+        few = {"slurm": ("nodes", "tasks_per_node"), "train": ("updates",)}
+        asked = {section: {name: found[section][name] for name in names} for section, names in few.items()}
+        asked |= {name: found[name] for name in ("cluster", "watch")}
+        return msgspec.convert(asked, Config, strict=False)
+    except (yaml.YAMLError, LookupError, TypeError, OSError, *UNREADABLE):
+        return from_run(run)
+
+
 def look(run: Path, slurm: JobState | None, now: float) -> Standing:
     """Everything that is known of `run`; now: seconds since 1970. Raises Damaged where one of its files is."""
-    config, attempt = from_run(run), runfolder.current_attempt(run)
+    config, attempt = options(run), runfolder.current_attempt(run)
     beats = [beat for beat in heartbeat.read(run) if beat.attempt == attempt]
     ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
     metrics = [line for line in _tail(run / runfolder.METRICS) if line.seconds is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -11,10 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from configs import compose, console, runfolder
+from configs.errors import UserError
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig, WatchConfig
 from prefix_train import heartbeat
 from slurm import life, presence, scheduler, standing, status
@@ -191,6 +195,105 @@ def test_512_nodes_of_8_ranks_are_read_in_seconds(tmp_path: Path) -> None:
     found = standing.look(run, RUNNING, time.time())
     assert time.process_time() - before < 2
     assert (found.heard, found.phase) == (4096, "first_update of update 6")
+
+
+WATCH = WatchConfig(poll_s=1e-05, factor=3, load_s=1e-22, floor_s=0.1, first_update_s=60)
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"cluster": "debug", "slurm": SlurmConfig(nodes=1, tasks_per_node=3)},
+    {"cluster": "local", "slurm": SlurmConfig(nodes=1, tasks_per_node=3, partition="null", comment="a\n'b': [c")},
+    {"train": TrainConfig(epochs=0.5)},
+    {"train": TrainConfig(updates=7), "watch": WATCH},
+    {"name": "slurm: {nodes: 9}\n", "model": ModelConfig(build={"watch": {"poll_s": [1, None, "x"]}, "a": "on"})},
+]
+
+
+@pytest.mark.parametrize("given", CONFIGS, ids=str)
+@pytest.mark.parametrize("in_c", [True, False])
+def test_options_are_those_of_the_whole_configuration(
+    tmp_path: Path, given: dict[str, Any], in_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_c:
+        monkeypatch.setattr(standing, "LOADER", yaml.BaseLoader)
+    given = {"model": ModelConfig(build={"model_type": "x"}), "train": TrainConfig(updates=1)} | given
+    config = Config(data=DataConfig(train="t.jsonl"), pack=PackConfig(examples_per_update=1), **given)
+    runfolder.write_text(tmp_path / "config.yaml", compose.to_yaml(config))
+    whole = compose.from_run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(compose, "load", None)  # it is not asked
+        found = standing.options(tmp_path)
+    assert (found.cluster, found.ranks, found.train.updates) == (whole.cluster, whole.ranks, whole.train.updates)
+    assert found.watch == whole.watch == config.watch
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ranks"),
+    [
+        ("  nodes: 1\n", "", 2),
+        ("  tasks_per_node: 2\n", "  tasks_per_node: [2]\n", None),
+        ("  tasks_per_node: 2\n", "  tasks_per_node: many\n", None),
+        ("cluster: slurm\n", "cluster: large\n", None),
+        ("watch:\n", "watch\n", None),
+        ("watch:\n", "watch: \0\n", None),
+    ],
+)
+def test_options_that_the_suite_did_not_write_are_told_as_ever(
+    run: Path, old: str, new: str, ranks: int | None
+) -> None:
+    path = run / "config.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    if ranks is not None:
+        assert standing.options(run).ranks == compose.from_run(run).ranks == ranks
+        return
+    with pytest.raises(UserError) as whole:
+        compose.from_run(run)
+    with pytest.raises(UserError, match=re.escape(str(whole.value))):
+        standing.options(run)
+
+
+COUNT = """
+import json, sys
+from configs import compose
+from configs.console import run
+from slurm import status
+root, opened, programs = sys.argv[1], [], []
+def hook(event, arguments):
+    if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(root):
+        opened.append(arguments[0])
+    if event == "subprocess.Popen":
+        programs.append(arguments[0])
+sys.addaudithook(hook)
+compose.load = None
+try:
+    run(status.app, ["--root", root])
+finally:
+    print(json.dumps({"opened": len(opened), "most": max(map(opened.count, opened)), "programs": programs}))
+"""
+
+
+def test_of_many_runs_slurm_is_asked_once_and_each_file_is_read_as_it_is_of_one(tmp_path: Path) -> None:
+    """Counted as the system sees it. No configuration is composed: that would take 40 ms for each run."""
+
+    def counted(runs: int) -> dict[str, Any]:
+        root = tmp_path / str(runs)
+        for number in range(runs):
+            run = make(root / f"demo-{number}")
+            heartbeat.Heartbeat(run, 0, 2).phase("forward", 10)
+            report(run, 10)
+        done = subprocess.run(
+            [sys.executable, "-c", COUNT, str(root)], env={"PATH": ""}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"\ndemo-{runs - 1} " in done.stdout
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    one, many = counted(1), counted(40)
+    assert many["programs"] == one["programs"] == ["squeue", "sacct"]
+    assert many["opened"] == 40 * one["opened"] <= 40 * 12
+    assert many["most"] <= 2
 
 
 def test_element_of_an_array_is_not_the_array() -> None:
