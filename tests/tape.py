@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from prefix_train.stream import frozen
 
-WAITS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::item", "aten::is_nonzero"})
-"""Operations for whose result the host would wait for the device: none may be recorded."""
+WAITS = frozenset(
+    {"aten::_local_scalar_dense", "aten::lift_fresh", "aten::nonzero", "aten::equal", "aten::item", "aten::is_nonzero"}
+)
+"""Operations for which host and device would wait for each other: none may be recorded."""
 
 
 class Tape(TorchDispatchMode):
@@ -29,7 +31,7 @@ class Tape(TorchDispatchMode):
             with self:
                 return frozen.Packed.__torch_dispatch__(func, types, args, kwargs)
         if func._schema.name in WAITS:
-            raise RuntimeError(f"{func}: the host would wait for the device")
+            raise RuntimeError(f"{func}: host and device would wait for each other")
         found = func(*args, **kwargs)
         given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
         outs = [one for one in tree_leaves(found) if isinstance(one, Tensor)]
