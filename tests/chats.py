@@ -12,8 +12,11 @@ import numpy as np
 import PIL.Image
 from transformers import LlamaConfig, PreTrainedConfig
 
+from configs import compose
+from configs.schema import Config
 from prefix_train import tiny
-from prefix_train.render import Renderer
+from prefix_train.data import Examples, load_examples
+from prefix_train.render import Example, Renderer
 from tests.tiny_vision import BUILD
 
 THINKING = """
@@ -127,6 +130,32 @@ def text_renderer(template: str | None = None) -> Renderer:
     if template is not None:
         tokenizer.chat_template = template
     return Renderer(tokenizer, text_config())
+
+
+def load(path: Path, **options: Any) -> Examples:
+    """The examples at `path` as the demonstration's processor renders them."""
+    return load_examples(path, fresh_renderer(), 4096, **options)
+
+
+def same(mine: Example, other: Example) -> bool:
+    """Are these the same tokens, images and answer?"""
+    arrays = all(np.array_equal(getattr(mine, n), getattr(other, n)) for n in ("ids", "keys", "position_ids", "target"))
+    pixels = all(np.array_equal(a.load(), b.load()) for a, b in zip(mine.images, other.images, strict=True))
+    return arrays and pixels and mine.answer == other.answer
+
+
+def configured(folder: Path, data: Path) -> Config:
+    """The configuration `c.yaml`, which is written into `folder`, of a run on `data`."""
+    given = {
+        "run_root": str(folder / "runs"),
+        "cluster": "local",
+        "model": {"build": dict(BUILD)},
+        "data": {"train": str(data)},
+        "pack": {"packs_per_update": 2},
+        "train": {"epochs": 1},
+    }
+    (folder / "c.yaml").write_text(json.dumps(given))
+    return compose.load(folder / "c.yaml", [])
 
 
 def row(question: Any = "What is it?", answer: Any = "A seven.", system: Any = None, **more: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -27,7 +26,7 @@ from configs.schema import (
 )
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
-from tests import lives
+from tests import additions, lives
 from tests.tiny_text import BUILD
 
 lives.PRELOADED.append("prefix_train.train")
@@ -42,7 +41,7 @@ def options(
 ) -> Config:
     """A run of `world` ranks on the rows that are written into `folder`, two packs per rank and update."""
     for name, count in (("train", 24 * world), ("heldout", 2 * world)):
-        _write_rows(folder / f"{name}.jsonl", count)
+        additions.write(folder / f"{name}.jsonl", count)
     return Config(
         name="hang",
         cluster="local",
@@ -122,18 +121,6 @@ def _live(rank: int, run: Path, faults: dict[int, str]) -> None:
     if rank in faults:
         plants.strike(faults[rank], run)
     raise SystemExit(main(run))
-
-
-def _write_rows(path: Path, count: int) -> None:
-    rows = []
-    for index in range(count):
-        talk = [
-            {"role": "system", "content": "Add the numbers. Answer in one short sentence."},
-            {"role": "user", "content": f"How much is {index} and {3 * index}?"},
-            {"role": "assistant", "content": f"It is {4 * index}."},
-        ]
-        rows.append(json.dumps({"messages": talk}))
-    path.write_text("\n".join(rows) + "\n")
 
 
 def host() -> str:

@@ -32,7 +32,7 @@ from configs.schema import (
     TrainConfig,
 )
 from prefix_train import checkpoint, heartbeat, report, train
-from tests import lives
+from tests import additions, lives
 from tests.tiny_text import BUILD
 
 WORLD, UPDATES, SAVE_EVERY = 2, 12, 2
@@ -162,17 +162,6 @@ def config_for(folder: Path, trainable: Literal["adapter", "all"]) -> Config:
     )
 
 
-def write_rows(path: Path, count: int) -> None:
-    """Chat rows under one instruction."""
-    rows = []
-    for index in range(count):
-        question, answer = f"How much is {index} and {3 * index}?", f"It is {4 * index}."
-        system = "Add the numbers. Answer in one short sentence."
-        rows.append([("system", system), ("user", question), ("assistant", answer)])
-    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in row]}) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
-
-
 def new_run(folder: Path, config: Config) -> Path:
     """A run folder as submit makes it."""
     (folder / runfolder.LOGS).mkdir(parents=True)
@@ -193,8 +182,8 @@ class Unbroken:
 @pytest.fixture(scope="module", params=["adapter", "all"])
 def unbroken(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Unbroken:
     folder = tmp_path_factory.mktemp("unbroken")
-    write_rows(folder / "train.jsonl", 24)
-    write_rows(folder / "heldout.jsonl", 6)
+    additions.write(folder / "train.jsonl", 24)
+    additions.write(folder / "heldout.jsonl", 6)
     config = config_for(folder, request.param)
     run = new_run(folder / "run", config)
     assert reap(start(run, 0, calls=folder)) == [0, 0], (run / "logs" / "rank0.txt").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from configs.schema import (
 from prefix_train import checkpoint, engines, model, report
 from prefix_train.stream import build, engine, sources
 from prefix_train.stream.places import Choice
+from tests import additions
 from tests.stream_runs import computed, life, resident, results
 from tests.tiny_text import BUILD
 
@@ -43,15 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chat rows under one instruction, train and held-out."""
     folder = tmp_path_factory.mktemp("data")
     for name, count in (("train", 24), ("heldout", 6)):
-        rows = []
-        for index in range(count):
-            talk = [
-                {"role": "system", "content": "Add the numbers. Answer in one short sentence."},
-                {"role": "user", "content": f"How much is {index} and {3 * index}?"},
-                {"role": "assistant", "content": f"It is {4 * index}."},
-            ]
-            rows.append(json.dumps({"messages": talk}))
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        additions.write(folder / f"{name}.jsonl", count)
     return folder
 
 

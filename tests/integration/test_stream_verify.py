@@ -30,7 +30,7 @@ from prefix_train import cli, collate, loss, unit
 from prefix_train.stream import build, checks, head, ring, sources, walk
 from prefix_train.stream.places import Choice
 from prefix_train.stream.store import Store
-from tests import models
+from tests import additions, models
 from tests.tiny_text import BUILD
 
 CPU = torch.device("cpu")
@@ -41,15 +41,7 @@ EXAMPLES = 5
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Of a model of three blocks in float32 whose store is NF4."""
     folder = tmp_path_factory.mktemp("verify")
-    rows = []
-    for index in range(8):
-        talk = [
-            {"role": "system", "content": "Add the numbers. Answer in one short sentence."},
-            {"role": "user", "content": f"How much is {index} and {3 * index}?"},
-            {"role": "assistant", "content": f"It is {4 * index}."},
-        ]
-        rows.append(json.dumps({"messages": talk}))
-    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    additions.write(folder / "train.jsonl", 8)
     layers = ["linear_attention", "full_attention", "full_attention"]
     model = ModelConfig(build={**BUILD, "num_hidden_layers": 3, "layer_types": layers}, dtype="float32")
     build.build(sources.open_source(model), folder / "store", Choice("nf4", torch.float32))

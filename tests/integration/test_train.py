@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -30,7 +29,7 @@ from configs.schema import (
 )
 from prefix_train import budget, checkpoint, heartbeat, outcome, report, tiny, train
 from prefix_train.results import page, tables
-from tests import lives
+from tests import additions, lives
 from tests.tiny_text import BUILD
 
 UPDATES = 5
@@ -40,16 +39,11 @@ UPDATES = 5
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chat rows under one instruction, train and held-out; one row of bad.jsonl has no target."""
     folder = tmp_path_factory.mktemp("data")
-    for name, count in (("train", 24), ("heldout", 6), ("bad", 8)):
-        rows = []
-        for index in range(count):
-            talk = [
-                {"role": "system", "content": "Add the numbers. Answer in one short sentence."},
-                {"role": "user", "content": f"How much is {index} and {3 * index}?"},
-                {"role": "assistant", "content": f"It is {4 * index}."},
-            ]
-            rows.append(json.dumps({"messages": talk[:2] if name == "bad" and index == 3 else talk}))
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    for name, count in (("train", 24), ("heldout", 6)):
+        additions.write(folder / f"{name}.jsonl", count)
+    bad = additions.rows(8)
+    del bad[3]["messages"][-1]
+    additions.write(folder / "bad.jsonl", bad)
     return folder
 
 

@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from configs import compose, console
+from configs import console
 from configs.errors import UserError
-from configs.schema import Config
 from prefix_train import cli, lengths
-from prefix_train.data import Examples, load_examples
+from prefix_train.data import Examples
 from tests import chats
-from tests.chats import picture, row, text
-from tests.tiny_vision import BUILD
+from tests.chats import configured, load, picture, row, text
 
 SORT, COUNT = "You sort things. " * 10, "You count things.\n\nNothing else. " * 10
 
@@ -37,18 +34,8 @@ def item(number: int, **more: Any) -> dict[str, Any]:
     return {"input": f"Which is {number}?", "target": f"It is {number}.", **more}
 
 
-def load(path: Path, **options: Any) -> Examples:
-    return load_examples(path, chats.fresh_renderer(), 4096, **options)
-
-
 def same(mine: Examples, other: Examples) -> bool:
-    return len(mine) == len(other) and all(
-        np.array_equal(a.keys, b.keys)
-        and np.array_equal(a.target, b.target)
-        and a.answer == b.answer
-        and all(np.array_equal(x.load(), y.load()) for x, y in zip(a.images, b.images, strict=True))
-        for a, b in zip(mine, other, strict=True)
-    )
+    return len(mine) == len(other) and all(map(chats.same, mine, other))
 
 
 @pytest.mark.parametrize("kept", [1, 1 << 20], ids=["read again", "kept"])
@@ -198,19 +185,6 @@ def test_a_folder_of_prompts_is_data_for_the_plan(tmp_path: Path, capsys: pytest
     document = json.loads(captured.out.splitlines()[-1])
     assert document["longest"][0]["source"].startswith(f"{folder}/items.jsonl:")
     assert document["shared"]["largest"][0]["examples"] == 3
-
-
-def configured(folder: Path, data: Path) -> Config:
-    given = {
-        "run_root": str(folder / "runs"),
-        "cluster": "local",
-        "model": {"build": dict(BUILD)},
-        "data": {"train": str(data)},
-        "pack": {"packs_per_update": 2},
-        "train": {"epochs": 1},
-    }
-    (folder / "c.yaml").write_text(json.dumps(given))
-    return compose.load(folder / "c.yaml", [])
 
 
 def test_a_folder_of_prompts_is_planned_and_every_change_of_it_is_noticed(

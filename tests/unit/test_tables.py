@@ -15,15 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from configs import compose
 from configs.errors import UserError
-from configs.schema import Config
 from prefix_train import cli, lengths, tables
 from prefix_train.data import Examples, load_examples
-from prefix_train.render import Example, Renderer
+from prefix_train.render import Renderer
 from tests import chats
-from tests.chats import picture, row, text
-from tests.tiny_vision import BUILD
+from tests.chats import configured, load, picture, row, same, text
 
 SYSTEMS = ["You sort things. " * 10, "You count things, and nothing else. " * 10]
 
@@ -50,16 +47,6 @@ def saved(folder: Path, parts: list[list[dict[str, Any]]]) -> Path:
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (folder / "dataset_info.json").write_text("{}")
     return folder
-
-
-def same(mine: Example, other: Example) -> bool:
-    arrays = all(np.array_equal(getattr(mine, n), getattr(other, n)) for n in ("ids", "keys", "position_ids", "target"))
-    pixels = all(np.array_equal(a.load(), b.load()) for a, b in zip(mine.images, other.images, strict=True))
-    return arrays and pixels and mine.answer == other.answer
-
-
-def load(path: Path, **options: Any) -> Examples:
-    return load_examples(path, chats.fresh_renderer(), 4096, **options)
 
 
 @pytest.fixture
@@ -327,19 +314,6 @@ def test_a_table_can_be_read_by_several_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def configured(folder: Path, data: Path) -> Config:
-    given = {
-        "run_root": str(folder / "runs"),
-        "cluster": "local",
-        "model": {"build": dict(BUILD)},
-        "data": {"train": str(data)},
-        "pack": {"packs_per_update": 2},
-        "train": {"epochs": 1},
-    }
-    (folder / "c.yaml").write_text(json.dumps(given))
-    return compose.load(folder / "c.yaml", [])
 
 
 def test_a_folder_is_planned_and_its_change_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
