@@ -140,7 +140,11 @@ def around_middle(layer: nn.Module, around: Callable[[Tensor], AbstractContextMa
 
 def unread_product(layer: nn.Module) -> nn.Module | None:
     """The linear module of this layer's mixer whose product nothing reads in a recomputation; none where something
-    does, as the feed-forward's norm in a layer that does not keep its middle."""
+    does, as the feed-forward's norm in a layer that does not keep its middle.
+
+    Without an adapter it needs no stand-in: torch leaves a recomputation at the last tensor that it saves, before the
+    product.
+    """
     mixer = _first(layer).module
     return mixer.unread if isinstance(mixer, halves.MixerHalf) else None
 

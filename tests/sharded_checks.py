@@ -38,7 +38,9 @@ def trainer(ranks: Ranks, base: Any, dtype: torch.dtype, trainable: str, **given
     config = Config(
         train=TrainConfig(trainable=trainable),  # type: ignore[arg-type]
         adapter=AdapterConfig(rank=2, dropout=given.get("dropout", 0.0)),
-        memory=MemoryConfig(**{name: given[name] for name in ("recompute", "offload", "tile_rows") if name in given}),
+        memory=MemoryConfig(
+            **{name: given[name] for name in ("recompute", "offload", "tile_rows", "keep_middle") if name in given}
+        ),
         pack=PackConfig(max_positions=512),
         model=KERNELS[ranks.device.type],
     )
@@ -188,6 +190,22 @@ def offloaded_inputs(ranks: Ranks) -> None:
                 step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
             found.append(whole(sharded))
         assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def halves_of_layers(ranks: Ranks) -> None:
+    """Layers in two halves within their gathers: gradients are equal, bit for bit, wherever the middles wait."""
+    base = models.build("qwen3_5", torch.float32)
+    packs = batches.batches(batches.make(base, COUNT, images=True), GROUPS)
+    for trainable, dropout in (("all", 0.0), ("adapter", 0.3)):
+        found = []
+        for middle, offloaded in (("none", "none"), ("2", "none"), ("auto", "auto")):
+            given = {"dropout": dropout, "keep_middle": middle, "offload": offloaded}
+            sharded = trainer(ranks, copy.deepcopy(base), torch.float32, trainable, images=True, **given)
+            with fixed_order.in_a_fixed_order():
+                step.update(sharded, 0, 0.0, packs[ranks.rank :: 2])
+            found.append(whole(sharded))
+        for other in found[1:]:
+            assert all(torch.equal(found[0][name], other[name]) for name in found[0])
 
 
 def loss_not_finite(ranks: Ranks) -> None:
@@ -393,6 +411,8 @@ CHECKS: dict[str, Check] = {
     "three_updates": three_updates,
     "r29_dropout_and_recomputation": dropout_and_recomputation,
     "r17_offloaded_inputs": offloaded_inputs,
+    "halves_of_layers": halves_of_layers,
+    "halves_in_bfloat16": same_update("qwen3_5_text", torch.bfloat16, "all", GROUPS, keep_middle="auto"),
     "loss_not_finite": loss_not_finite,
     "gradient_not_finite": gradient_not_finite,
     "mean_instead_of_sum": mean_instead_of_sum,

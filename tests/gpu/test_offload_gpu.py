@@ -77,9 +77,9 @@ def some_packs(base: PreTrainedModel) -> list[Batch]:
     return batches.batches(batches.make(base, COUNT), [[0, 1, 2, 3], [4], [5, 6]])
 
 
-def on_cuda(base: PreTrainedModel, packs: Sequence[Batch], offloaded: str, pause: int = PAUSE) -> Any:
-    copier = SlowCopier(torch.device("cuda"), pause)
-    return trained(copy.deepcopy(base), packs, offloaded, copier=copier, device="cuda", kernels=fixed_order.KERNELS)
+def on_cuda(base: PreTrainedModel, packs: Sequence[Batch], offloaded: str, pause: int = PAUSE, **given: Any) -> Any:
+    given |= {"copier": SlowCopier(torch.device("cuda"), pause), "device": "cuda", "kernels": fixed_order.KERNELS}
+    return trained(copy.deepcopy(base), packs, offloaded, **given)
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
@@ -109,6 +109,19 @@ def test_r17_late_computing_changes_no_bit(small_chunks: None, in_a_fixed_order:
     late = on_cuda(base, packs, "auto", pause=1)
     make_computing_late(late, 5 * PAUSE)
     assert same(backward(late, packs), backward(on_cuda(base, packs, "none"), packs))
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@pytest.mark.parametrize("offloaded", ["none", "auto"])
+def test_middles_that_come_late_change_no_bit(offloaded: str, small_chunks: None, in_a_fixed_order: None) -> None:
+    base = models.build("qwen3_5_text", torch.float32)
+    packs = some_packs(base)
+    targets = ["q_proj", "o_proj", "in_proj_qkv", "out_proj", "gate_proj", "down_proj"]
+    for given in ({}, {"rank": 2, "dropout": 0.3, "targets": targets}):
+        right = backward(on_cuda(base, packs, "none", **given), packs)
+        halved = on_cuda(base, packs, offloaded, middle="auto", **given)
+        make_computing_late(halved, 5 * PAUSE)
+        assert same(backward(halved, packs), right)
 
 
 def plant_hasty(patch: pytest.MonkeyPatch) -> None:
@@ -225,6 +238,27 @@ def test_memory_is_free_and_copies_are_hidden() -> None:
     for name, plain in gradients["none"].items():
         error = (gradients["auto"][name] - plain).double().norm() / plain.double().norm().clamp_min(1e-12)
         assert error < 2e-2, f"{name}: {error:.1e}"
+
+
+def test_middles_are_copied_too_and_the_peak_does_not_grow() -> None:
+    base, packs = large(), [large_pack()]
+    one = packs[0].positions * WIDTH * 2
+    peaks = {}
+    for middle in ("none", "auto"):
+        run = trained(copy.deepcopy(base), packs, "auto", device="cuda", middle=middle, rank=8)
+        step.update(run.stepper, 0, 0.0, packs)
+        assert run.offload is not None
+        run.offload.figures()
+        torch.cuda.reset_peak_memory_stats()
+        step.update(run.stepper, 1, 0.0, packs)
+        peaks[middle] = torch.cuda.max_memory_allocated()
+        figures = run.offload.figures()
+        assert figures.copied == (2 + 2 * (middle == "auto")) * (LAYERS - 1) * one
+        print(f"keep_middle={middle}: hidden {figures.hidden}, stalled {figures.stalled_s:.4f} s, peaks {peaks}")
+        del run
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert peaks["auto"] <= peaks["none"] + 0.1 * one
 
 
 # What the host pays.

@@ -165,7 +165,8 @@ def test_a_gate_belongs_to_its_geometry_and_kernels(monkeypatch: pytest.MonkeyPa
 def test_what_a_gate_holds_for() -> None:
     mine = gated(TINY, CASE.config())
     assert mine == gated(TINY, dataclasses.replace(CASE, layers=2, prefix=9).config())
-    assert mine != gated(TINY, dataclasses.replace(CASE, overrides=("model.attention=dense",)).config())
+    for other in ("model.attention=dense", "memory.keep_middle=auto"):
+        assert mine != gated(TINY, dataclasses.replace(CASE, overrides=(other,)).config())
 
 
 WORKER = """

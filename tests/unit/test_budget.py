@@ -38,6 +38,7 @@ from prefix_train.budget import (
 )
 from prefix_train.geometry import Geometry
 from prefix_train.layer_bytes import (
+    LayerBytes,
     adapter_input_bytes,
     feed_forward_bytes,
     mixer_bytes,
@@ -261,6 +262,39 @@ def test_attention_that_is_kept() -> None:
     statistics = tensor_bytes(144_000, 24, itemsize=4)
     assert bytes_of(kept, "attention kept") == 16 * statistics
     assert bytes_of(here, "attention kept") == 16 * statistics + 15 * tensor_bytes(144_000, 6_144)
+
+
+def test_middles_that_are_kept() -> None:
+    """Each waits where its layer's input does, the last one's stays; two are there while a layer's backward runs."""
+    plain, kept, few, here = (
+        predict(config(memory=MemoryConfig(offload=offload, keep_middle=keep), cluster="debug"), PACK)
+        for offload, keep in (("auto", "none"), ("auto", "auto"), ("40", "30"), ("none", "auto"))
+    )
+    one, chunked = tensor_bytes(144_000, 5_120), pinned_bytes(1, 144_000, 5_120)
+    assert bytes_of(kept, "offloaded middles") == 63 * chunked == kept.total("host") - plain.total("host")
+    assert bytes_of(kept, "layer inputs") == bytes_of(plain, "layer inputs") == 2 * one
+    assert kept.total("gpu") == plain.total("gpu"), "the recurrence needs the most, with and without"
+    assert bytes_of(few, "offloaded middles") == 6 * chunked
+    assert bytes_of(few, "layer inputs") == (24 + 24) * one
+    assert (bytes_of(here, "offloaded middles"), bytes_of(here, "layer inputs")) == (0, 128 * one)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_a_layer_that_keeps_its_middle_has_one_half_s_tensors(dropout: float) -> None:
+    """Whole, the feed-forward needs the most: with the mixer's tensors beside it, or without."""
+    adapter = AdapterConfig(dropout=dropout, targets=["q_proj", "in_proj_qkv", "gate_proj", "down_proj"])
+    both, alone = (
+        LayerBytes.of(
+            config(adapter=adapter, memory=MemoryConfig(tile_rows=0, keep_middle=keep)), Geometry.of(LARGE), 0, PACK
+        )
+        for keep in ("none", "auto")
+    )
+    assert (both.what, alone.what) == ("the feed-forward's", "the feed-forward's")
+    assert both.made == alone.made
+    of_mixer = AdapterConfig(dropout=dropout, targets=["in_proj_qkv"])
+    mixer = mixer_bytes(Geometry.of(LARGE), "linear_attention", PACK)
+    mixer += adapter_input_bytes(Geometry.of(LARGE), 0, 144_000, of_mixer)
+    assert both.kept - alone.kept == mixer + tensor_bytes(144_000, 5_120)
 
 
 def test_tiles_keep_inputs_alone() -> None:

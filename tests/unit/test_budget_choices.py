@@ -36,6 +36,9 @@ def test_each_change_is_the_difference_of_two_budgets() -> None:
     assert "adapter.dropout=0" in listed
     kept = listed["memory.keep_attention=auto"]
     assert kept.host_bytes > 0 < kept.gpu_bytes < GIB
+    middle = listed["memory.keep_middle=auto"]
+    assert middle.host_bytes == found.total("host"), "63 tensors more, as many as inputs"
+    assert middle.gpu_bytes < -5 * GIB, "without tiles the feed-forward's backward needs the most"
     assert "adapter.merger=false" in listed
 
 

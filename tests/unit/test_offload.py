@@ -173,3 +173,5 @@ def test_metrics_and_the_line_at_the_start() -> None:
     made.copier = LateCopier()
     assert "offload_hidden" not in offload.metrics(made, alone)
     assert offload.describe(made) == "offload: inputs of 3 layers wait in 0.12 GiB per rank, 2 chunks of 64 MiB"
+    made.middles = 2
+    assert offload.describe(made).startswith("offload: inputs of 3 layers and middles of 2 wait in 0.12 GiB")
