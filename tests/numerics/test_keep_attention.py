@@ -76,6 +76,18 @@ def test_the_same_gradients_to_the_bit(family: str, offloaded: str, keep: str, c
         assert made.offload.pool.used == 0
 
 
+@pytest.mark.parametrize("offloaded", ["none", "auto"])
+def test_in_layers_of_two_halves(offloaded: str, computed: list[int]) -> None:
+    """Only the half with the attention is given what it left."""
+    base = models.build("qwen3_5_text")
+    packs = some_packs(base)
+    given = {"rank": 2, "dropout": 0.3, "targets": ["q_proj", "o_proj", "in_proj_qkv", "gate_proj"]}
+    right = backward(run(base, packs, "none", "none", **given), packs)
+    computed.clear()
+    assert same(backward(run(base, packs, offloaded, "auto", middle="auto", **given), packs), right)
+    assert sum(computed) == sum(pack.positions for pack in packs)
+
+
 def test_in_fifty_updates() -> None:
     base = models.build("qwen3_5_text")
     plain, kept = (fifty_updates(base, "none"), fifty_kept(base))
