@@ -184,13 +184,13 @@ class StreamConfig:
     readers: int = 2
     """Threads that read blocks."""
     graphs: Literal["off", "auto", "on"] = "off"
-    """Record what a block launches on the GPU as CUDA graphs, one for each slot and direction, and repeat that by one
-    call each: gradients stay the same to the bit, and a visit costs the host next to nothing. A layout of packs passes
-    once without, is recorded in its second pass and repeated from then on, so it helps where packs have few shapes.
-    `on`: an error where there can be none (with `adapter.dropout`, with experts, without a GPU, with too many layouts).
-    `auto`: without graphs there. Takes memory of its own: `prefix-train budget` shows how much."""
+    """Record what a block launches on the GPU as CUDA graphs, for each slot and resident block, direction and layout of
+    packs, and repeat it by one call: gradients stay the same to the bit, and a visit costs the host next to nothing.
+    What comes a first time is launched ordinarily, a second time it is recorded. `on`: an error where there can be none
+    (with `adapter.dropout`, with experts, without a GPU). `auto`: without graphs there. Takes memory of its own:
+    `prefix-train budget` shows how much."""
     graph_layouts: int = 4
-    """Layouts of packs (lengths and parents of their segments) that `graphs` keeps recordings for."""
+    """Layouts of packs (lengths and parents of their segments) whose recordings are kept, those that came last."""
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,11 @@ def pair(
     images: bool = False,
     lr: float = 0.0,
     resident: int = 0,
-    record: Recorder | None = None,
+    recorder: Recorder | None = None,
 ) -> Pair:
     """Trainers of `made` and of `store`, which holds its weights. resident: how many blocks stay."""
     skeleton = prepare(hollow(made, store), config)
-    stream = Streamed(skeleton, config, store, torch.device("cpu"), images, resident, record=record)
+    stream = Streamed(skeleton, config, store, torch.device("cpu"), images, resident, recorder=recorder)
     dtype = next(made.parameters()).dtype
     train = config.train
     whole = model.Root(

@@ -51,13 +51,17 @@ class Tape(TorchDispatchMode):
 
 
 class Recorder:
-    """Makes tapes. tapes: so far; plays: of all of them together."""
+    """Makes tapes. tapes: so far; plays: of all of them together; rooms: how often room was made."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
-        self.plays = 0
+        self.plays = self.rooms = 0
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+    def make_room(self) -> None:
+        """See `graphs.Recorder`."""
+        self.rooms += 1
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """See `graphs.Recorder`."""
         tape = Tape()
         with tape:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, PackConfig, StreamConfig, TrainConfig
 from prefix_train import precision, step, unit
-from prefix_train.stream import build, engine, frozen, nf4, ring, sources, walk
+from prefix_train.stream import build, engine, frozen, graphs, nf4, ring, sources, walk
 from prefix_train.stream.engine import Streamed
 from prefix_train.stream.places import Choice
 from prefix_train.stream.store import Store
@@ -29,6 +29,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "slots, events": [(Streamed, "visit")],
     "dequantising": [(nf4, "dequantise")],
     "forward": [(walk.Walk, "_rise")],
+    "recorded launches": [(graphs.Play, "up"), (graphs.Play, "down")],
     "binding parameters": [(frozen.Frozen, "within")],
     "copies of adapters": [(precision.Copies, "__enter__"), (precision.Copies, "__exit__")],
     "down, around it": [(walk.Walk, "_fall")],
@@ -147,7 +148,19 @@ def count(run: Callable[[], None]) -> Counts:
     return counts
 
 
-def small(folder: Path, **stream: Any) -> tuple[Callable[[], None], Streamed]:
+class Nothing:
+    """Records launches, and repeats none: what is left is what the host does around one call."""
+
+    def make_room(self) -> None:
+        """See `graphs.Recorder`."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `graphs.Recorder`."""
+        run()
+        return lambda: None
+
+
+def small(folder: Path, recorder: graphs.Recorder | None = None, **stream: Any) -> tuple[Callable[[], None], Streamed]:
     """An update of 48 positions through 16 blocks with hidden size 64, from an NF4 store; and the root."""
     config = Config(
         engine="stream",
@@ -161,7 +174,8 @@ def small(folder: Path, **stream: Any) -> tuple[Callable[[], None], Streamed]:
     build.build(sources.open_source(config.model), folder, Choice("nf4", torch.bfloat16))
     store = Store.open(folder)
     made, _ = engine.load(config.model, store)
-    root = Streamed(engine.prepare(made, config), config, store, torch.device("cpu"), images=False, resident=0)
+    prepared, device = engine.prepare(made, config), torch.device("cpu")
+    root = Streamed(prepared, config, store, device, images=False, resident=0, recorder=recorder)
     trainer = streaming._stepper(root, config, 1e-3)
     batch = text_batch([48], [-1], 16, MODEL["vocab_size"])
 

@@ -124,8 +124,8 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 class Streamed(models.Root):
     """A root that holds what is trained and little else. model: of `load`, prepared; it moves to `device`.
 
-    resident: how many blocks stay there. limit: bytes that the driver may say of this process; None: not asked. record:
-    what records launches for `stream.graphs`, by default CUDA graphs.
+    resident: how many blocks stay there. limit: bytes that the driver may say of this process; None: not asked.
+    recorder: of launches, for `stream.graphs`; by default of CUDA graphs.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Streamed(models.Root):
         images: bool,
         resident: int,
         limit: int | None = None,
-        record: graphs.Recorder | None = None,
+        recorder: graphs.Recorder | None = None,
     ) -> None:
         train = config.train
         super().__init__(
@@ -163,7 +163,7 @@ class Streamed(models.Root):
         layers, width = len(store.layers), self.anatomy.base.get_input_embeddings().embedding_dim
         self.offload = offload.make(config, layers, width, self.dtype, device, packs=self.at_once)
         self.graphs = graphs.make(
-            config, self.anatomy.layers, store.layers, self._frozen, self.handle, width, self.dtype, device, record
+            config, self.anatomy.layers, store.layers, self._frozen, self.handle, width, self.dtype, device, recorder
         )
         self.pace: Pace | None = None
         self.limit, self._told = limit, dict[str, float]()

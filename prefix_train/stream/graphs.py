@@ -1,9 +1,10 @@
 """A block's launches, recorded once and then repeated by one call: its way up, and its way down.
 
 Blocks that are alike launch the same kernels over the same layout, and in the same slot at the same addresses; what is
-a block's or a pack's own is copied to memory that stays where it is (`fixed`). A layout's first pass is an ordinary one
-and makes its kernels ready (compiled, tuned, planned); in its second each slot's launches are recorded when they first
-come; from then on they are repeated. The same kernels on the same bits: nothing changes but the host's work.
+a block's or a pack's own is copied to memory that stays where it is (`fixed`). What comes a first time is computed
+ordinarily, which makes its kernels ready (compiled, tuned, planned); when it comes a second time it is recorded, and
+from then on repeated. So a layout's first pass records what its slots launch, and its second what residents do. The
+same kernels on the same bits: nothing changes but the host's work.
 
 A recording belongs to a kind of block, a slot, a layout and a direction. Recordings share one pool of memory, for they
 are repeated one after the other and leave nothing in it. Rules for what is recorded (torch's notes on CUDA graphs): it
@@ -12,7 +13,8 @@ does not wait for the device, has no graph of autograd that began outside, and c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -36,7 +38,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Recorder(Protocol):
     """Takes down what a function launches."""
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+    def make_room(self) -> None:
+        """More memory than before may be wanted while something is recorded."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """What repeats the launches of `run`, which need not have happened when this returns."""
 
 
@@ -46,15 +51,34 @@ class CudaRecorder:
     Other threads go on copying meanwhile: only what this thread does is held to the rules of recording.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings(record=True):  # that it is empty
+            self._anchor = self._record(lambda: None)  # torch gives up a pool that no recording has
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Recorder. Waits for the device."""
+    def make_room(self) -> None:
+        """See Recorder. Waits for the device: while it records, torch's allocator takes back nothing of what it has."""
+        torch.cuda.synchronize(self._stream.device)
+        torch.cuda.empty_cache()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See Recorder."""
+        return self._record(run).replay
+
+    def _record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
+
+
+Key = tuple[Kind, int, bool | None]
+"""A kind of block, the address of its bytes, and the way: up (none), down, and whether to the input's gradient too."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +98,27 @@ class Case:
     def __init__(self, layout: Layout, calls: dict[Kind, Call], states: States, handle: Handle) -> None:
         self.layout, self.calls, self._handle = layout, calls, handle
         self.hidden, self.out, self.grad = states.of(layout.total)
-        self._recorded: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self._come: set[Key] = set()
+        self._recorded: dict[Key, Callable[[], None]] = {}
 
     @property
     def count(self) -> int:
         """Recordings so far."""
         return len(self._recorded)
 
-    def repeat(self, key: tuple[Any, ...], run: Callable[[], None], record: Recorder) -> None:
+    def comes(self, key: Key) -> bool:
+        """It comes: has it come before?"""
+        before = key in self._come
+        self._come.add(key)
+        return before
+
+    def repeat(self, key: Key, run: Callable[[], None], recorder: Recorder) -> None:
         """What `run` does, recorded where that has not been done."""
         if key not in self._recorded:
-            self._recorded[key] = record(run)
+            kind, _, way = key
+            if not any(kind is other and way is its for other, _, its in self._recorded):
+                recorder.make_room()
+            self._recorded[key] = recorder.record(run)
         self._recorded[key]()
 
     def rise(self, block: Block, memory: Tensor) -> None:
@@ -110,54 +144,52 @@ class Case:
 
 
 class Play:
-    """One pack's pass. ready: it is made by recordings; else it is the layout's first, or one too many."""
+    """One pack's pass. leaves: what blocks of each kind are given, its parts in a row."""
 
-    def __init__(self, graphs: Graphs, key: tuple[Any, ...], leaves: dict[Kind, list[Any]], case: Case | None) -> None:
-        self.key, self._graphs, self._leaves, self._case = key, graphs, leaves, case
+    def __init__(self, graphs: Graphs, case: Case, leaves: dict[Kind, list[Any]]) -> None:
+        self._graphs, self._case, self._leaves = graphs, case, leaves
 
-    @property
-    def ready(self) -> bool:
-        """Are there recordings, or will there be in this pass?"""
-        return self._case is not None
+    def ready(self, index: int, memory: Tensor, wanted: bool | None = None) -> bool:
+        """Is it not the first time that block `index` or its like goes this way in this memory? Asked once a visit.
+
+        wanted: none on the way up; on the way down, whether the gradient of the block's input is.
+        """
+        return self._case.comes((self._graphs.blocks[index].kind, memory.data_ptr(), wanted))
 
     def up(self, index: int, memory: Tensor, hidden: Tensor) -> Tensor:
         """Hidden states, [1, T, D], through block `index`, whose bytes are in `memory`."""
-        case, block = self._begin(index, hidden)
-        run = partial(case.rise, block, memory)
-        case.repeat((block.kind, memory.data_ptr()), run, self._graphs.record)
+        case, block = self._case, self._begin(index, hidden)
+        case.repeat((block.kind, memory.data_ptr(), None), partial(case.rise, block, memory), self._graphs.recorder)
         return case.out.clone()
 
     def down(self, index: int, memory: Tensor, hidden: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
         """The gradient of the block's input `hidden` where it is `wanted`; those of its adapters are added to them."""
-        case, block = self._begin(index, hidden)
+        case, block = self._case, self._begin(index, hidden)
         case.grad.copy_(grad)
         run = partial(case.fall, block, memory, wanted)
-        case.repeat((block.kind, memory.data_ptr(), wanted), run, self._graphs.record)
+        case.repeat((block.kind, memory.data_ptr(), wanted), run, self._graphs.recorder)
         block.adapters.add(block.kind.grads)
         return case.out.clone() if wanted else None
 
-    def _begin(self, index: int, hidden: Tensor) -> tuple[Case, Block]:
+    def _begin(self, index: int, hidden: Tensor) -> Block:
         """Everything is where the launches will read it."""
-        assert self._case is not None
         block = self._graphs.blocks[index]
         self._case.calls[block.kind].fill(self._leaves[block.kind])
         self._case.hidden.copy_(hidden)
         block.kind.take(block.adapters)
-        return self._case, block
+        return block
 
     def release(self) -> None:
         """Keep nothing of the pack."""
-        if self._case is not None:
-            for call in self._case.calls.values():
-                call.release()
+        for call in self._case.calls.values():
+            call.release()
         self._leaves = {}
 
 
 class Graphs:
     """The recordings of a model's blocks.
 
-    states: for the largest pack. layouts: for how many there are recordings at most. strict: one more is an error;
-    else its packs pass without.
+    states: for the largest pack. layouts: of how many recordings are kept, those that came last.
     """
 
     def __init__(
@@ -166,12 +198,10 @@ class Graphs:
         handle: Handle,
         states: States,
         layouts: int,
-        strict: bool,
-        record: Recorder,
+        recorder: Recorder,
     ) -> None:
-        self.blocks, self.record, self._handle, self.states = blocks, record, handle, states
-        self._layouts, self._strict = layouts, strict
-        self._seen: set[int] = set()
+        self.blocks, self.recorder, self._handle, self.states = blocks, recorder, handle, states
+        self._layouts = layouts
         self._cases: dict[tuple[Any, ...], Case] = {}
 
     @property
@@ -180,34 +210,20 @@ class Graphs:
         return sum(case.count for case in self._cases.values())
 
     def enter(self, layout: Layout, calls: Sequence[Arguments]) -> Play:
-        """A pack's pass begins. calls: what each block is given besides hidden states.
-
-        Raises UserError where there are too many layouts, if that is an error.
-        """
+        """A pack's pass begins. calls: what each block is given besides hidden states."""
         given = self._by_kind(calls)
         flat: dict[Kind, tuple[list[Any], TreeSpec]] = {kind: tree_flatten(call) for kind, call in given.items()}
         leaves = {kind: found for kind, (found, _) in flat.items()}
         shapes = tuple(_shape(leaf) for found in leaves.values() for leaf in found)
         key = (layout.lengths, layout.parents, layout.width, shapes)
-        if hash(key) in self._seen and key not in self._cases and self._has_room():
+        case = self._cases.pop(key, None)
+        if case is None:
             fixed = {kind: Call(found, spec) for kind, (found, spec) in flat.items()}
-            self._cases[key] = Case(layout, fixed, self.states, self._handle)
-        return Play(self, key, leaves, self._cases.get(key))
-
-    def leave(self, plays: Iterable[Play]) -> None:
-        """These packs have passed, up and down."""
-        for play in plays:
-            self._seen.add(hash(play.key))
-            play.release()
-
-    def _has_room(self) -> bool:
-        room = len(self._cases) < self._layouts
-        if not room and self._strict:
-            raise UserError(
-                f"stream.graphs=on: packs of more than {self._layouts} layouts come again, and stream.graph_layouts is "
-                f"{self._layouts}: raise it, give packs of fewer shapes, or set stream.graphs=auto"
-            )
-        return room
+            case = Case(layout, fixed, self.states, self._handle)
+        self._cases[key] = case
+        while len(self._cases) > self._layouts:
+            del self._cases[next(iter(self._cases))]  # what is under way is freed when it is over
+        return Play(self, case, leaves)
 
     def _by_kind(self, calls: Sequence[Arguments]) -> dict[Kind, Arguments]:
         """What blocks of each kind are given. Raises RuntimeError where two of them are not given the same."""
@@ -237,13 +253,13 @@ def make(
     width: int,
     dtype: torch.dtype,
     device: torch.device,
-    record: Recorder | None = None,
+    recorder: Recorder | None = None,
 ) -> Graphs | None:
-    """As `stream.graphs` says. record: by default CUDA graphs. UserError where it is `on` and there can be none."""
+    """As `stream.graphs` says. recorder: by default CUDA graphs. UserError where it is `on` and there can be none."""
     asked = config.stream.graphs
     if asked == "off":
         return None
-    if reason := _hinders(config, layers, device, record):
+    if reason := _hinders(config, layers, device, recorder):
         if asked == "on":
             raise UserError(f"stream.graphs=on: {reason}; set stream.graphs=auto or off")
         return None
@@ -255,15 +271,17 @@ def make(
             kinds[like] = Kind(adapters, dtype, device)
         blocks.append(Block(index, layer, its, adapters, kinds[like]))
     states = States(config.pack.max_positions, width, dtype, device)
-    return Graphs(blocks, handle, states, config.stream.graph_layouts, asked == "on", record or CudaRecorder())
+    return Graphs(blocks, handle, states, config.stream.graph_layouts, recorder or CudaRecorder(device))
 
 
-def _hinders(config: Config, layers: Sequence[nn.Module], device: torch.device, record: Recorder | None) -> str | None:
+def _hinders(
+    config: Config, layers: Sequence[nn.Module], device: torch.device, recorder: Recorder | None
+) -> str | None:
     """Why launches cannot be recorded."""
     if config.adapter.dropout:
         return f"adapter.dropout={config.adapter.dropout:g} has new masks in each update, and a recording keeps its own"
     if any(type(module).__name__.endswith("Experts") for layer in layers for module in layer.modules()):
         return "which experts compute what is known when it is computed, and a recording does the same again"
-    if device.type != "cuda" and record is None:
+    if device.type != "cuda" and recorder is None:
         return f"launches are recorded on CUDA, not on {device.type}"
     return None

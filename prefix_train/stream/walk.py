@@ -86,8 +86,8 @@ class Walk:
         for passage in self.passages:
             if passage.entry is not None:
                 torch.autograd.backward(passage.entry, passage.grad)
-        if root.graphs is not None:
-            root.graphs.leave([passage.play for passage in self.passages if passage.play is not None])
+            if passage.play is not None:
+                passage.play.release()
         self.passages.clear()
 
     def _enter(self, batch: Batch) -> Passage:
@@ -104,7 +104,7 @@ class Walk:
         args, kwargs = passage.calls[index]
         if self.learning:
             passage.inputs.push(passage.hidden)
-        if passage.play is not None and passage.play.ready:
+        if passage.play is not None and passage.play.ready(index, memory):
             passage.hidden = passage.play.up(index, memory, passage.hidden)
             return
         passage.hidden = layer(passage.hidden, *args, **kwargs)
@@ -145,7 +145,7 @@ class Walk:
         """One block, once more and backward."""
         args, kwargs = passage.calls[index]
         source, wanted = passage.inputs.pop(), index > self._lowest_of(passage) or passage.entry is not None
-        if passage.play is not None and passage.play.ready:
+        if passage.play is not None and passage.play.ready(index, memory, wanted):
             assert passage.grad is not None
             passage.grad = passage.play.down(index, memory, source, passage.grad, wanted)
             return

@@ -1,8 +1,9 @@
 """What one visit of a block costs the host: counts by part, seconds, and a profile. Needs no GPU.
 
-    python tests/bench/stream_visit.py [--profile]
+    python tests/bench/stream_visit.py [--profile] [--recorded]
 
-16 blocks of hidden size 64, where nothing but the host's work takes time.
+16 blocks of hidden size 64, where nothing but the host's work takes time. `--recorded`: launches are recorded and none
+is repeated, so that what is left is the host's work around that one call.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from tests import visits
 def main() -> None:
     """Print counts and seconds; with `--profile` also where the time goes."""
     with tempfile.TemporaryDirectory() as folder:
-        run, root = visits.small(Path(folder) / "store")
-        run()
+        recorded = "--recorded" in sys.argv
+        how = {"recorder": visits.Nothing(), "graphs": "on"} if recorded else {}
+        run, root = visits.small(Path(folder) / "store", **how)
+        for _ in range(3):
+            run()
         before = root.ring.figures.visits
         run()
         per_update = root.ring.figures.visits - before
