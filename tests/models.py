@@ -212,8 +212,8 @@ STREAMED = tuple(name for name in FAMILIES if not name.startswith("qwen3_vl"))
 WITH_VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
-def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A tiny model in training mode, with eager experts.
+def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny model in training mode, with eager experts. changes: of its configuration.
 
     Matrices have a standard deviation of 0.2, embeddings of 1 (else the first norm magnifies float32's rounding), and
     states decay slowly, by exp(-0.05 softplus(.)).
@@ -221,6 +221,8 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Pre
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = FAMILIES[family]()
+        if changes:
+            model = type(model)(type(model.config)(**(model.config.to_dict() | changes)))
         draw(model)
     return model.to(dtype).train()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log10
 from pathlib import Path
@@ -131,8 +131,8 @@ def generates(model: PreTrainedModel, new: int = 5) -> bool:
     return answers == wanted
 
 
-def plain(model: PreTrainedModel, example: Example, new: int) -> list[int]:
-    """One prompt through transformers alone."""
+def plain(model: PreTrainedModel, example: Example, new: int, end: Sequence[int] = ()) -> list[int]:
+    """The answer to one prompt, of at most `new` tokens, by transformers alone."""
     length = example.prompt_length
     given: dict[str, Any] = {"input_ids": torch.from_numpy(example.ids[:length].copy())[None]}
     given["attention_mask"] = torch.ones_like(given["input_ids"])
@@ -140,7 +140,7 @@ def plain(model: PreTrainedModel, example: Example, new: int) -> list[int]:
         given["pixel_values"] = torch.from_numpy(np.concatenate([image.load() for image in example.images]))
         given["image_grid_thw"] = torch.tensor([image.grid for image in example.images])
         given["mm_token_type_ids"] = torch.from_numpy((example.keys[:length] < 0).astype(np.int64))[None]
-    answer = model.generate(**given, do_sample=False, max_new_tokens=new, eos_token_id=[], pad_token_id=0)
+    answer = model.generate(**given, do_sample=False, max_new_tokens=new, eos_token_id=list(end), pad_token_id=0)
     return answer[0, length:].tolist()  # type: ignore[no-any-return]
 
 

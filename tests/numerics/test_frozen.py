@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,21 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prefix_train import anatomy, dropout, frozen, products, step, tiles
+from prefix_train import anatomy, frozen, products, step, tiles
 from prefix_train.dropout import SeededDropout
-from tests import batches, models, oracle
+from tests import batches, models
 from tests.numerics.test_tiles import COUNT, LINEAR, built, options, run, trainer_of, worst
 
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout, "BLOCK", 4)
-
-
-@pytest.fixture
-def wide() -> Iterator[None]:
-    with oracle.float64():
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 class Block(nn.Module):

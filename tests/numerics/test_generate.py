@@ -16,7 +16,7 @@ from prefix_train import digits, generate, tiny
 from prefix_train.data import Examples, load_examples
 from prefix_train.render import Example, Renderer
 from prefix_train.tree import build_forest
-from tests import models
+from tests import models, support
 from tests.tiny_text import BUILD as TEXT
 from tests.tiny_vision import BUILD
 
@@ -39,19 +39,6 @@ def random_weights(model: PreTrainedModel) -> PreTrainedModel:
             if name.endswith("A_log"):
                 parameter.fill_(-3.0)
     return model.eval()
-
-
-def plain(model: PreTrainedModel, example: Example, end: list[int]) -> list[int]:
-    """One prompt through transformers alone."""
-    length = example.prompt_length
-    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(example.ids[:length].copy())[None]}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    if example.images:
-        inputs["pixel_values"] = torch.from_numpy(np.concatenate([image.load() for image in example.images]))
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in example.images])
-        inputs["mm_token_type_ids"] = torch.from_numpy((example.keys[:length] < 0).astype(np.int64))[None]
-    answer = model.generate(**inputs, do_sample=False, max_new_tokens=NEW, eos_token_id=end, pad_token_id=0)
-    return answer[0, length:].tolist()
 
 
 def positions(examples: Sequence[Example]) -> int:
@@ -84,7 +71,7 @@ def test_every_shared_beginning_of_a_deep_tree_is_computed_once(tmp_path: Path) 
     assert max(len(forest.path(example)) for example in range(len(forest))) >= 3
     assert len(set(forest.last.tolist())) == len(examples) - 1, "one prompt stands there twice"
     assert set(forest.last.tolist()) & set(forest.parent.tolist()), "one prompt begins another"
-    expected = [plain(model, example, []) for example in examples]
+    expected = [support.plain(model, example, NEW) for example in examples]
     for cache_tokens in (1, 1 << 18):
         answers, counts = generate.greedy(model, examples, NEW, [], cache_tokens=cache_tokens)
         assert answers == expected
@@ -122,7 +109,7 @@ def test_every_family(family: str) -> None:
         sequences.append([*top, 5])
     coordinates = 3 if hasattr(model.model, "get_rope_index") else 1
     examples = by_hand(sequences, coordinates)
-    expected = [plain(model, example, []) for example in examples]
+    expected = [support.plain(model, example, NEW) for example in examples]
     answers, counts = generate.greedy(model, examples, NEW, [])
     assert answers == expected
     assert counts.prompt == positions(examples) < counts.logical / 2
@@ -148,8 +135,8 @@ def test_images_in_prefix_and_item(folder: Path) -> None:
     renderer = Renderer(tiny.build_processor(model.config), model.config)
     examples = some_of_each(folder, renderer)
     assert any(len(example.images) > 1 for example in examples), "a prefix that contains an image"
-    ends = [int(token) for token in plain(model, examples[0], [])[5:6]]
-    expected = [plain(model, example, ends) for example in examples]
+    ends = [int(token) for token in support.plain(model, examples[0], NEW)[5:6]]
+    expected = [support.plain(model, example, NEW, ends) for example in examples]
     answers, counts = generate.greedy(model, examples, NEW, ends)
     assert answers == expected
     assert counts.prompt == positions(examples) < counts.logical / 3

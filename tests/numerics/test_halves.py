@@ -14,16 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from configs.errors import UserError
 from configs.schema import Config, MemoryConfig
-from prefix_train import blame, dropout, families, halves, model, products, step
+from prefix_train import blame, families, halves, model, products, step
 from tests import models
 from tests.middles import learned, run, some_packs
 from tests.numerics.test_frozen import Products
 from tests.offloading import backward, same
 
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout, "BLOCK", 4)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.parametrize(("tile_rows", "adapted"), [(8, True), (0, True), (8, False)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -76,13 +76,6 @@ class Case:
             ]
             total[name] = torch.stack(parts).sum(0)
         return loss, total
-
-
-@pytest.fixture
-def wide() -> Iterator[None]:
-    """transformers' classes compute in float64."""
-    with oracle.float64():
-        yield
 
 
 def make(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -30,13 +30,6 @@ COUNT = 7
 """Examples of an update."""
 
 Weighting = Literal["example", "token"]
-
-
-@pytest.fixture
-def wide() -> Iterator[None]:
-    """transformers' classes compute in float64."""
-    with oracle.float64():
-        yield
 
 
 def built(family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:

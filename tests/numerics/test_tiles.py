@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from configs.schema import AdapterConfig, Config, MemoryConfig, TrainConfig
 from prefix_train import anatomy, blame, dropout, frozen, fused, gradients, model, products, step, tiles
 from prefix_train.dist import Ranks
-from tests import batches, models, oracle
+from tests import batches, models
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 COUNT = 7
@@ -21,15 +20,7 @@ TILED = (tiles.Tiled, fused.Norm, frozen.Adapted, frozen.FeedForward)
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dropout, "BLOCK", 4)
-
-
-@pytest.fixture
-def wide() -> Iterator[None]:
-    with oracle.float64():
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def options(trainable: Any, tile_rows: int, targets: list[str] = LINEAR, drop: float = 0.3) -> Config:

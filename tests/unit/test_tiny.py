@@ -10,39 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3_5ForCondi
 
 from configs.errors import UserError
 from prefix_train import tiny
+from tests.tiny_vision import BUILD
 
-BUILD = {
-    "model_type": "qwen3_5",
-    "text_config": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    },
-    "vision_config": {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "patch_size": 8,
-        "out_hidden_size": 32,
-        "num_position_embeddings": 16,
-    },
-}
 TEXT_BUILD = {
     "model_type": "qwen3",
     "hidden_size": 32,
