@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from configs.errors import UserError
 from prefix_train import joined, shelf
 from prefix_train.flex import flex_attention
+from prefix_train.layer_bytes import head_groups
 from prefix_train.layout import Block, Layout, Rectangle
 from prefix_train.pieces import Triple, pieces_for, sum_heads
 
@@ -126,19 +127,39 @@ class _Shares:
         )
 
     def merged(self) -> Triple:
-        """Added up in the wider dtype, one after the other."""
+        """Some heads after the others, where all at once would take too much memory."""
+        inputs = (self.query, self.key, self.value)
+        groups = _groups(self.query, self.key, self.layout)
+        if groups == 1:
+            return self.added()
+        of_query, of_key, of_value = map(torch.empty_like, inputs)
+        tensors = (self.grad, *inputs, self.out, self.lse)
+        for parts in zip(*(x.chunk(groups, 1) for x in (*tensors, of_query, of_key, of_value)), strict=True):
+            grad, *saved = parts[: len(tensors)]
+            found = _Shares(grad, tuple(saved), self.layout, self.scale).added()
+            for total, share in zip(parts[len(tensors) :], found, strict=True):
+                total.copy_(share)
+            del found, share
+        return of_query, of_key, of_value
+
+    def added(self) -> Triple:
+        """Of a single piece as they are; else added up in the wider dtype, one after the other."""
         heads, inputs = self.key.shape[1], (self.query, self.key, self.value)
+        if _single(self.layout):
+            query, key, value = self.of_block(self.layout.blocks[0])
+            return query, sum_heads(key, heads).to(self.key.dtype), sum_heads(value, heads).to(self.value.dtype)
         sums = [torch.empty_like(x, dtype=self.lse.dtype) for x in inputs]
         for block in self.layout.blocks:
-            query, *others = self.of_block(block)
-            for total, share in zip(sums, (query, *(sum_heads(x, heads) for x in others)), strict=True):
-                _put(block, total, share)
+            found = self.of_block(block)
+            for total, share in zip(sums, found, strict=True):
+                _put(block, total, sum_heads(share, total.shape[1]))
+            del found, share  # before the next piece takes as much
         for node in self.layout.rectangles:
+            found = self.of_rectangle(node)
             rows, cols = slice(node.row_start, node.row_end), slice(node.col_start, node.col_end)
-            query, *others = self.of_rectangle(node)
-            sums[0][:, :, rows] += query
-            for total, share in zip(sums[1:], others, strict=True):
-                total[:, :, cols] += sum_heads(share, heads)
+            for total, share, where in zip(sums, found, (rows, cols, cols), strict=True):
+                total[:, :, where] += sum_heads(share, total.shape[1])
+            del found, share
         of_query, of_key, of_value = (total.to(x.dtype) for total, x in zip(sums, inputs, strict=True))
         return of_query, of_key, of_value
 
@@ -178,8 +199,27 @@ def _single(layout: Layout) -> bool:
 
 
 def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, T, H, D], contiguous, and log-sum-exp [1, H, T]."""
+    """Output [1, T, H, D], contiguous, and log-sum-exp [1, H, T]; see `_Shares.merged`."""
+    groups = _groups(query, key, layout)
+    if groups == 1:
+        return _pieces_merged(query, key, value, layout, scale)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
+    tensors = (x.chunk(groups, 1) for x in (query, key, value, out.transpose(1, 2), lse))
+    for of_query, of_key, of_value, into, lse_into in zip(*tensors, strict=True):
+        found, lse_found = _pieces_merged(of_query, of_key, of_value, layout, scale)
+        into.copy_(found.transpose(1, 2))
+        lse_into.copy_(lse_found)
+        del found
+    return out, lse
+
+
+def _pieces_merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     pieces = pieces_for(query)
+    if _single(layout):
+        out, lse = pieces.forward((query, key, value), scale, True)
+        return out.transpose(1, 2).contiguous(), lse
     wide = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format).transpose(1, 2)
     lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
@@ -187,11 +227,26 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: fl
         part, part_lse = pieces.forward(_take_all(block, query, key, value), scale, True)
         _put(block, out, part)
         _put(block, lse, part_lse)
+        del part  # before the next piece takes as much
     for node in layout.rectangles:
         part, part_lse = pieces.forward(_rectangle(node, query, key, value), scale, False)
         rows = slice(node.row_start, node.row_end)
         _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+        del part
     return out.to(query.dtype).transpose(1, 2), lse
+
+
+def _groups(query: Tensor, key: Tensor, layout: Layout) -> int:
+    """In how many groups of heads, some after the others."""
+    heads, most = (query.shape[1], key.shape[1]), largest_piece(layout)
+    return head_groups(heads, query.shape[3], layout.total, most, _single(layout), query.element_size())
+
+
+def largest_piece(layout: Layout) -> int:
+    """As `Shape.piece`."""
+    of_blocks = [7 * block.count * block.length for block in layout.blocks]
+    of_rectangles = [3 * (one.row_end - one.row_start) + 4 * (one.col_end - one.col_start) for one in layout.rectangles]
+    return max(of_blocks + of_rectangles)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

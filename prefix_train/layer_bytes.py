@@ -6,6 +6,7 @@ attention, and what `tiles` and `frozen` leave of norms, adapters and the feed-f
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 
 from configs.schema import AdapterConfig, Config
@@ -14,6 +15,9 @@ from prefix_train.shape import DELTA_CHUNK, Shape
 
 GATHERED_STATES = 512 << 20
 """Most bytes of initial states that one group of segments gathers."""
+
+HEADS_BYTES = 256 << 20
+"""Most bytes that merged attention's backward makes at a time for its pieces, where it can take fewer heads."""
 
 OTHER_INPUTS = ("out_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate")
 """Linear modules that do not read what a recurrent mixer is given."""
@@ -47,6 +51,29 @@ def mixer_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int
     return shape.positions * ((hidden + width) * itemsize + gates) + state_bytes(geometry, shape)
 
 
+def pieces_bytes(heads: tuple[int, int], size: int, positions: int, piece: int, single: bool, itemsize: int = 2) -> int:
+    """What merged attention's backward makes for all its heads at once.
+
+    Tensors of the largest piece: copies of keys and values for each query head, gradients of all three, and the
+    kernel's own float32 sums of the query's, with two statistics of each row. Where there are several pieces, float32
+    sums of what they give. heads: of queries, and of keys. size: of a head. piece: see `Shape`.
+    """
+    queries, keys = heads
+    sums = 0 if single else 4 * positions * (queries + 2 * keys) * size
+    return piece * queries * size * itemsize + 2 * 4 * positions * queries + sums
+
+
+def head_groups(heads: tuple[int, int], size: int, positions: int, piece: int, single: bool, itemsize: int = 2) -> int:
+    """In how many groups of heads, each computed after the other, merged attention goes forward and backward: as few as
+    keep `pieces_bytes` of one within HEADS_BYTES, a head of keys in each if need be."""
+    total = pieces_bytes(heads, size, positions, piece, single, itemsize)
+    return next(
+        count
+        for count in range(1, heads[1] + 1)
+        if not heads[1] % count and (total <= count * HEADS_BYTES or count == heads[1])
+    )
+
+
 def state_bytes(geometry: Geometry, shape: Shape) -> int:
     """Recurrent states that one Gated DeltaNet layer keeps, float32: those that segments with children hand on, and
     those that one group of segments starts from."""
@@ -71,17 +98,32 @@ def feed_forward_gradient_bytes(geometry: Geometry, layer: int, positions: int, 
     return tensor_bytes(positions, width, itemsize=itemsize)
 
 
+def feed_forward_tile_bytes(
+    geometry: Geometry, layer: int, positions: int, adapter: AdapterConfig, fused: bool, itemsize: int = 2
+) -> int:
+    """What the backward of a tile of a gated feed-forward with frozen weights makes: gate, up, their product, which an
+    adapter of the last linear module alone needs, its gradient; and, where the activation is not one kernel (`fused`)
+    that writes over what it reads, both gradients and a temporary."""
+    tensors = 4 - ("down_proj" not in adapter.targets) + 3 * (not fused)
+    return tensor_bytes(positions, tensors * geometry.mlp_width(layer), itemsize=itemsize)
+
+
 def mixer_gradient_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
     """What the backward of one layer's token mixer makes beside what it kept, less what it has let go of by then.
 
-    Attention: sums of dq, dk, dv in float32, and a piece's tensors; the gradients of output and gate come in place of
-    what these were made into. Gated DeltaNet, whose backward computes a depth's tensors again: nine as wide as the
-    values (what its chunks are condensed to, and gradients), and two states per chunk; of output, normed output and
-    gate, gone by then, two have a gradient.
+    Attention: the gradients of what came in, but for a group of heads made before their pieces' tensors
+    (`pieces_bytes`); without a gate the output's, for it is kept; the residual sum's. Gated DeltaNet, whose backward
+    computes a depth's tensors again: nine as wide as the values (what its chunks are condensed to, and gradients), and
+    two states per chunk; of output, normed output and gate, gone by then, two have a gradient.
     """
     if layer_type == "full_attention":
-        piece = shape.piece * geometry.query_width * itemsize
-        return piece + shape.positions * 4 * (geometry.query_width + 2 * geometry.key_width)
+        size = int(geometry.text["head_dim"])
+        heads, positions = (geometry.query_width // size, geometry.key_width // size), shape.positions
+        given = (heads, size, positions, shape.piece, shape.segments == 1, itemsize)
+        groups = head_groups(*given)
+        width = (geometry.query_width + 2 * geometry.key_width) * (groups > 1)
+        width += geometry.query_width * (not geometry.gated)
+        return pieces_bytes(*given) // groups + positions * width * itemsize
     states = 2 * shape.level_chunks * geometry.state_elements
     return ((9 * shape.level - shape.positions) * geometry.linear_value_width + states) * itemsize
 
@@ -115,8 +157,13 @@ class LayerBytes:
             of_mixer = of_block = 0
             if not geometry.sparse(layer):
                 tile = min(rows, positions)
-                gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
-                gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
+                if adapted(config):
+                    gradient = one + feed_forward_tile_bytes(
+                        geometry, layer, tile, config.adapter, fuses(config), itemsize
+                    )
+                else:
+                    gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
+                    gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
                 gradient += sum(_adapter_bytes(config, geometry, layer, tile))
                 block = 2 * one
         mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize)
@@ -136,6 +183,13 @@ class LayerBytes:
 def _reads_hidden(geometry: Geometry, layer: int, adapter: AdapterConfig) -> bool:
     """Has a product of the layer's first norm an adapter, which needs its input in backward?"""
     return any(name in adapter.targets for name in geometry.linears(layer) if name not in OTHER_INPUTS)
+
+
+def fuses(config: Config) -> bool:
+    """Is a gated activation one kernel, Liger's, on the device that the run is made for?"""
+    asked = config.model.elementwise
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    return asked == "liger" or (asked == "auto" and config.slurm.gpus_per_node > 0 and installed)
 
 
 def tile_rows(config: Config) -> int:

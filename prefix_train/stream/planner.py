@@ -318,18 +318,10 @@ def _activations(config: Config, files: Files, found: Budget) -> Iterator[Term]:
     for term in found.terms:
         if term.name in ("layer inputs", "offloaded layer inputs"):
             yield replace(term, bytes=packs * term.bytes, formula=f"{packs} packs x ({term.formula})")
-        elif term.name == "gradients in the layer" and budget.tile_rows(config):
-            views = tensor_bytes(_rows(config, positions), 2 * geometry.hidden, itemsize=itemsize)
-            yield replace(term, bytes=term.bytes - views)
         elif term.name in ("one layer recomputed", "gradients in the layer", "logits of a chunk"):
             yield term
-    yield Term("residual stream", (packs + 1) * one, "gpu", f"of {packs} packs, and a block's output")
+    yield Term("residual stream", packs * one, "gpu", f"{packs} packs: a gradient on the way down")
     width = geometry.hidden * (itemsize + 4)
     what = f"{packs} x {rows:,} rows: inputs and float32 gradient"
     yield Term("prediction rows", packs * rows * width, "gpu", what, "loss")
     yield Term("last norm's own", 3 * 4 * positions * geometry.hidden, "gpu", "three float32 copies", "loss")
-
-
-def _rows(config: Config, positions: int) -> int:
-    """Positions that the feed-forward computes at a time."""
-    return min(budget.tile_rows(config) or positions, positions)

@@ -151,8 +151,10 @@ class Walk:
             return
         source.requires_grad_(wanted)
         with torch.enable_grad():
-            out = unit.again(self.root.anatomy.layers[index], source, *args, **kwargs)
-        torch.autograd.backward(out, passage.grad)
+            end: Tensor = _End.apply(  # type: ignore[no-untyped-call]
+                unit.again(self.root.anatomy.layers[index], source, *args, **kwargs), passage
+            )
+        torch.autograd.backward(end)
         passage.grad = source.grad
 
     def _lowest(self) -> int:
@@ -161,6 +163,22 @@ class Walk:
 
     def _lowest_of(self, passage: Passage) -> int:
         return self.root.lowest if passage.entry is None else 0
+
+
+class _End(torch.autograd.Function):
+    """In place of what a block puts out, which nobody reads on the way down: its memory, and that of its gradient once
+    that has been passed on, are free while the block goes backward."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, passage: Passage) -> Tensor:
+        ctx.passage = passage
+        return out.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        grad, ctx.passage.grad = ctx.passage.grad, None
+        return grad, None
 
 
 class Down(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from configs.errors import UserError
-from prefix_train import flex, joined, pieces
-from prefix_train.attention import resolve_kernels, tree_attention
+from prefix_train import flex, joined, layer_bytes, pieces
+from prefix_train.attention import largest_piece, resolve_kernels, tree_attention
 from prefix_train.layout import Layout
+from prefix_train.shape import Shape
 from tests import trees
 
 NAMES = ("out", "query", "key", "value")
@@ -82,6 +84,46 @@ def test_grouped_heads(groups: int) -> None:
     of, grad = inputs(layout, torch.float64, groups=groups), weights(layout)
     found = with_gradients(tree_attention(*of, layout, SCALE, "merged"), of, grad)
     trees.assert_close(found, truth(layout, of, grad), 1e-12, NAMES)
+
+
+def watch_heads(patch: pytest.MonkeyPatch) -> set[int]:
+    """How many heads of keys a piece's backward is given, from now on."""
+    seen: set[int] = set()
+    backward = pieces.CpuPieces.backward
+
+    def watched(self: pieces.CpuPieces, grad: Tensor, of: pieces.Triple, *rest: Any) -> pieces.Triple:
+        seen.add(of[1].shape[1])
+        return backward(self, grad, of, *rest)
+
+    patch.setattr(pieces.CpuPieces, "backward", watched)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_heads_some_after_the_others_give_the_same(
+    groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As few bytes as can be: each head of keys by itself. To the bit where nothing is merged; else to rounding, for a
+    CPU's exponential of several numbers at once is not to the bit that of one."""
+    for tree in [*TREES, ([37], [-1])]:
+        layout = Layout.from_tree(*tree)
+        of, grad = inputs(layout, dtype, 8, groups), weights(layout, 8).to(dtype)
+        at_once = with_gradients(tree_attention(*of, layout, SCALE, "merged"), of, grad)
+        with monkeypatch.context() as patch:
+            patch.setattr(layer_bytes, "HEADS_BYTES", 1)
+            heads = watch_heads(patch)
+            parted = with_gradients(tree_attention(*of, layout, SCALE, "merged"), of, grad)
+        assert heads == {1}
+        if not layout.rectangles:
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(parted, at_once, strict=True))
+        trees.assert_close(parted, at_once, {2: 1e-3, 4: 1e-7, 8: 1e-15}[dtype.itemsize], NAMES)
+        assert [x.stride() for x in parted] == [x.stride() for x in at_once]
+
+
+def test_the_largest_piece_is_the_one_that_memory_is_planned_for() -> None:
+    for lengths, parents in TREES:
+        assert largest_piece(Layout.from_tree(lengths, parents)) == Shape.of(lengths, parents, 1).piece
 
 
 def test_large_scores_stay_finite() -> None:

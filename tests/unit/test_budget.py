@@ -165,8 +165,10 @@ def test_tensors_of_a_layer_by_hand() -> None:
     widths = 2 * 5120 + 10240 + 2 * 2048 + 4 * 6144 + 48 * 64
     assert mixer_bytes(geometry, "linear_attention", one) == 64 * (2 * widths + 8 * 48) + 3_145_728
     assert mixer_gradient_bytes(geometry, "linear_attention", one) == 64 * 2 * 8 * 6144 + 2 * 3_145_728 // 2
+    pieces = 7 * 2 * 6144 + 2 * 4 * 24
+    assert mixer_gradient_bytes(geometry, "full_attention", one) == 64 * pieces
     sums = 4 * (6144 + 2 * 1024)
-    assert mixer_gradient_bytes(geometry, "full_attention", one) == 64 * (sums + 7 * 2 * 6144)
+    assert mixer_gradient_bytes(geometry, "full_attention", Shape.of([64] * 2, [-1] * 2, 0)) == 128 * (pieces + sums)
     assert feed_forward_bytes(geometry, 0, 64) == 64 * 2 * (2 * 5120 + 3 * 17408)
 
 
