@@ -184,7 +184,11 @@ def _memory(config: Config) -> Iterator[str]:
         )
 
 
-ON_ANY_DEVICE = {"model.attention": ("auto", "merged", "dense"), "model.deltanet": ("auto", "reference")}
+ON_ANY_DEVICE = {
+    "model.attention": ("auto", "merged", "dense"),
+    "model.deltanet": ("auto", "reference"),
+    "model.heads": ("torch",),
+}
 """Kernels that need no GPU; of `auto` some are such."""
 
 
@@ -204,7 +208,7 @@ def _shape(config: Config) -> Iterator[str]:
     if not slurm.gpus_per_node:
         for key, elsewhere in ON_ANY_DEVICE.items():
             if (kernels := attrgetter(key)(config)) not in elsewhere:
-                yield f"{key}={kernels} needs GPUs: give slurm.gpus_per_node, or set {key}=auto"
+                yield f"{key}={kernels} needs GPUs: give slurm.gpus_per_node, or set {key}={elsewhere[0]}"
 
 
 def _masks(config: Config) -> Iterator[str]:

@@ -33,6 +33,9 @@ class ModelConfig:
     elementwise: Literal["auto", "torch", "liger"] = "auto"
     """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only); `auto`: Liger's where
     it is installed."""
+    heads: Literal["torch", "fused"] = "torch"
+    """Norm, rotary embedding and output gate of attention's heads: transformers' own operations, or one kernel before
+    attention and one behind it (`fused`, CUDA and Triton only; models that it does not know are refused)."""
 
 
 @dataclass(frozen=True)

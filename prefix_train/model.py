@@ -146,7 +146,7 @@ def make_ready(adapted: nn.Module, config: Config) -> None:
     found = anatomy.find(adapted)
     unit.refuse_other_recomputation(found.base)
     refuse_running_dropout(adapted)
-    patch.install(adapted, config.model.attention, config.model.deltanet)
+    patch.install(adapted, config.model.attention, config.model.deltanet, config.model.heads)
     unit.install(found, config.memory.recompute)
     unit.keep_middle(found, config.memory.keep_middle)
     unit.keep_attention(found, config.memory.keep_attention)

@@ -20,7 +20,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, precision, verify
+from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, heads, precision, verify
 from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.evaluate import Scored
@@ -151,6 +151,7 @@ def kernels(config: Config, device: torch.device, masks: str | None = None) -> d
         **({} if masks is None else {"adapter_masks": masks}),
         "attention": attention.resolve_kernels(config.model.attention, device, models.DTYPES[config.model.dtype]),
         "elementwise": fused.resolve(config.model.elementwise, device),
+        "heads": heads.resolve(config.model.heads, device),
         "deltanet": deltanet.resolve_kernels(config.model.deltanet, device),
         "standalone_deltanet": "flash-linear-attention" if fast else "transformers' torch reference",
     }

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prefix_train import attention as attention_kernels
 from prefix_train import deltanet as deltanet_kernels
+from prefix_train import heads as heads_kernels
 from prefix_train.families import (
     ROUTER_LOSS,
     Family,
@@ -118,11 +119,12 @@ class Mixer:
 class Handle:
     """An installed patch. `remove()` undoes it.
 
-    attention, deltanet: kernels as asked for. parts: the modules that are patched. patches: what was replaced.
+    attention, deltanet, heads: kernels as asked for. parts: the modules that are patched. patches: what was replaced.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, attention: str, deltanet: str) -> None:
-        self.model, self.parts, self.attention, self.deltanet = model, parts, attention, deltanet
+    def __init__(self, model: nn.Module, parts: Parts, attention: str, deltanet: str, heads: str) -> None:
+        self.model, self.parts = model, parts
+        self.attention, self.deltanet, self.heads = attention, deltanet, heads
         self.reached: dict[str, Layout] = {}
         self.ids: Tensor | None = None
         self._by_layers = False
@@ -199,9 +201,11 @@ class Handle:
             patches.append(Patch(entrance, "forward", partial(_entrance_forward, self, entrance)))
             if parts.family.kind(entrance) == parts.family.one_input:
                 patches.append(Patch(entrance, "get_placeholder_mask", partial(_placeholder_mask, self, entrance)))
+        kinds = heads_kernels.kinds(parts) if self.heads == "fused" else {}
         for name, module in parts.attention.items():
             patches.append(Patch(module, "config", config))
-            patches.append(Patch(module, "forward", partial(type(module).forward, module, mixer=Mixer(name, self))))
+            forward = partial(_attention_forward, kind=kinds[name]) if kinds else type(module).forward
+            patches.append(Patch(module, "forward", partial(forward, module, mixer=Mixer(name, self))))
         for name, module in parts.delta_nets.items():
             patches.append(Patch(module, "forward", partial(_delta_net_forward, module, mixer=Mixer(name, self))))
         return patches
@@ -233,15 +237,18 @@ def shared_prefix(model: nn.Module, attention: str = "auto", deltanet: str = "au
         handle.remove()
 
 
-def install(model: nn.Module, attention: str = "auto", deltanet: str = "auto") -> Handle:
-    """`shared_prefix` for as long as the model is used. Install before `fully_shard`: the probe runs a forward."""
+def install(model: nn.Module, attention: str = "auto", deltanet: str = "auto", heads: str = "torch") -> Handle:
+    """`shared_prefix` for as long as the model is used. Install before `fully_shard`: the probe runs a forward.
+
+    heads: `torch` or `fused`, see `heads`; NotExact where `fused` does not compute what the model's attention does.
+    """
     parts = find_parts(model)
     # Names only: the model may still move to the device where they run.
     attention_kernels.resolve_kernels(attention, torch.device("cuda"))
     deltanet_kernels.resolve_kernels(deltanet, torch.device("cuda"))
     refuse_inexact(model, parts)
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, tree_attention_forward)
-    handle = Handle(model, parts, attention, deltanet)
+    handle = Handle(model, parts, attention, deltanet, heads)
     handle.install()
     return handle
 
@@ -345,6 +352,35 @@ def tree_attention_forward(
         return query.transpose(1, 2), None
     kernels = attention_kernels.resolve_kernels(mixer.handle.attention, query.device, query.dtype)
     return attention_kernels.tree_attention(query, key, value, tree, scaling, kernels), None
+
+
+def _attention_forward(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    cache: object = None,
+    *,
+    kind: heads_kernels.Kind,
+    mixer: Mixer,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """An attention's own forward, its heads' norms, rotary embedding and gate in kernels of their own."""
+    if mixer.handle.probing:
+        found: tuple[Tensor, None] = type(module).forward(
+            module, hidden_states, position_embeddings, attention_mask, cache, mixer=mixer, **given
+        )
+        return found
+    if cache is not None:
+        raise NotExact(f"{mixer.name}: a cache was asked for")
+    assert position_embeddings is not None
+    heads_kernels.resolve(mixer.handle.heads, hidden_states.device)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        how: dict[str, Any] = {"scaling": module.scaling, "mixer": mixer, **given}
+        return tree_attention_forward(module, query, key, value, attention_mask, **how)[0]
+
+    return heads_kernels.forward(module, kind, hidden_states, position_embeddings, attend), None
 
 
 def _delta_net_forward(

@@ -1,0 +1,222 @@
+"""Norm, rotary embedding and gate of heads in one pass against the model's own modules: outputs and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as rotate_first
+
+from configs.errors import UserError
+from configs.schema import AdapterConfig, Config, ModelConfig, TrainConfig
+from prefix_train import anatomy, dropout, heads, model, patch
+from prefix_train.families import NotExact
+from prefix_train.heads import Norm
+from tests import batches, models
+
+NORMS = {"zero_centred": Qwen3_5RMSNorm, "plain": Qwen3RMSNorm}
+
+SHAPES = [
+    (1, 4, 64, 64, "plain", False),
+    (33, 3, 64, 32, "zero_centred", True),
+    (17, 6, 256, 64, "zero_centred", True),
+    (18, 1, 256, 64, "zero_centred", False),
+    (1, 1, 256, 256, "plain", True),
+    (35, 2, 128, 128, None, False),
+    (5, 2, 80, 80, "plain", False),
+    (19, 2, 40, 24, "zero_centred", True),
+    (16, 2, 64, 32, None, True),
+]
+"""Tokens, heads, elements of a head, rotated ones, norm, gate beside each head."""
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def tables(tokens: int, rotary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Halves differ: none may stand for the other."""
+    angles = drawn(tokens, rotary, seed=8, dtype=torch.float64)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def norm_of(name: str | None, size: int, dtype: torch.dtype) -> Any:
+    if name is None:
+        return None
+    module = NORMS[name](size, eps=1e-6).to(dtype)
+    module.weight.data = drawn(size, seed=7, dtype=dtype) * 0.3 + (name == "plain")
+    return module
+
+
+def own(x: Tensor, module: Any, cos: Tensor, sin: Tensor, with_gate: bool) -> tuple[Tensor, Tensor | None]:
+    """As transformers has it."""
+    size = x.shape[2] // (1 + with_gate)
+    head, gate = x[..., :size], x[..., size:] if with_gate else None
+    head = (head if module is None else module(head)).transpose(0, 1)[None]
+    rotate = rotate_whole if cos.shape[1] == size else rotate_first
+    return rotate(head, head, cos[None], sin[None])[0][0].transpose(0, 1), gate
+
+
+def ours(x: Tensor, module: Any, cos: Tensor, sin: Tensor, with_gate: bool) -> tuple[Tensor, Tensor | None]:
+    return heads.rotated(x, None if module is None else Norm.of(module), cos, sin, with_gate)
+
+
+def through(how: Any, x: Tensor, module: Any, rotary: int, with_gate: bool) -> list[Tensor]:
+    """Heads, what the gate lets through of something else, and the gradients of x, of that and of the norm's weight."""
+    tokens, count, width = x.shape
+    size, dtype = width // (1 + with_gate), x.dtype
+    other = drawn(tokens, count, size, seed=2, dtype=torch.float16).to(dtype)
+    of = [x.clone().requires_grad_(), other.requires_grad_()]
+    out, gate = how(of[0] * 1, module, *(one.to(dtype) for one in tables(tokens, rotary, torch.float16)), with_gate)
+    assert out.shape == (tokens, count, size)
+    opened = of[1].flatten(1)
+    if gate is not None:
+        opened = opened * torch.sigmoid(gate.reshape(tokens, -1)) if how is own else heads.gated(of[1], gate)
+    grads = [drawn(*one.shape, seed=3 + n, dtype=torch.float16).to(dtype) for n, one in enumerate((out, opened))]
+    learned = of if module is None else [*of, module.weight]
+    return [out.detach(), opened.detach(), *torch.autograd.grad([out, opened], learned, grads)]
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-30))
+
+
+def all_ways(shape: Any, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Ours, the model's own, and its own in float64 with the same numbers."""
+    tokens, count, size, rotary, name, with_gate = shape
+    x = drawn(tokens, count, size * (1 + with_gate), seed=1, dtype=torch.float32).to(dtype)
+    module = norm_of(name, size, dtype)
+    slow, fast = (through(how, x, module, rotary, with_gate) for how in (own, ours))
+    wide = None if module is None else norm_of(name, size, dtype).double()
+    return fast, slow, wider(x, wide, rotary, with_gate)
+
+
+def wider(x: Tensor, module: Any, rotary: int, with_gate: bool) -> list[Tensor]:
+    """Every number in float64, the norm's too: transformers' takes float32 in it."""
+    if module is not None:
+        plain, eps = isinstance(module, Qwen3RMSNorm), Norm.of(module).eps
+        weight = module.weight.detach().requires_grad_()
+
+        class Wide:
+            def __init__(self) -> None:
+                self.weight = weight
+
+            def __call__(self, one: Tensor) -> Tensor:
+                return one * torch.rsqrt(one.pow(2).mean(-1, keepdim=True) + eps) * (weight if plain else 1 + weight)
+
+        module = Wide()
+    return through(own, x.double(), module, rotary, with_gate)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_equals_the_models_own(shape: Any, dtype: torch.dtype) -> None:
+    """No further from float64 than the model's own operations; in float16 the same bits, but for numbers next to a
+    border that the order of additions moves, and but for two gradients that are rounded fewer times here: the gate's,
+    and that of a weight. To bfloat16 the interpreter cuts off instead of rounding."""
+    fast, slow, truth = all_ways(shape, dtype)
+    size = shape[2]
+    floor = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 2e-2}[dtype]
+    for mine, theirs, true in zip(fast, slow, truth, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert error(mine, true) <= max(1.02 * error(theirs, true), floor)
+    if dtype == torch.float16:
+        for mine, theirs in zip(fast[:4], slow[:4], strict=True):
+            assert float((mine != theirs)[..., :size].double().mean()) < 0.005
+
+
+def test_gradients_come_wherever_they_lie() -> None:
+    """Saved tensors that come back as copies, and a gradient of the gate that was made elsewhere."""
+    shape = SHAPES[2]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        fast, slow, _ = all_ways(shape, torch.float32)
+    for mine, theirs in zip(fast, slow, strict=True):
+        assert error(mine, theirs.double()) < 1e-6
+
+
+def test_a_second_backward_is_refused() -> None:
+    """The first one has written over what it would need."""
+    x, module = drawn(5, 2, 128, seed=1, dtype=torch.float32).requires_grad_(), norm_of("plain", 64, torch.float32)
+    out, gate = ours(x * 1, module, *tables(5, 64, torch.float32), True)
+    assert gate is not None
+    total = heads.gated(out * 1, gate).sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has been modified inplace"):
+        total.backward()
+
+
+def test_what_is_not_supported_is_named() -> None:
+    for x, rotary in (
+        (torch.zeros(2, 1, 64, dtype=torch.float64), 64),
+        (torch.zeros(2, 1, 264), 64),
+        (torch.zeros(2, 1, 64), 66),
+    ):
+        with pytest.raises(UserError, match=r"float32 with heads of up to 256, not torch\.float"):
+            ours(x, None, *tables(2, rotary, x.dtype), False)
+    with pytest.raises(UserError, match=r"heads are torch\.float16, what they are multiplied by torch\.float32"):
+        ours(torch.zeros(2, 1, 64, dtype=torch.float16), None, *tables(2, 64, torch.float32), False)
+
+
+def update_of(family: str, how: str, trainable: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Gradients of one update over two packs, recomputed and in tiles. how: `model.heads`."""
+    base = models.build(family, torch.float32).to(dtype)
+    images = family in models.WITH_VISION
+    packs = batches.batches(batches.make(base, 7, images=images), [[0, 1, 2, 3], [4, 5, 6]])
+    config = Config(
+        model=ModelConfig(heads=how),  # type: ignore[arg-type]
+        train=TrainConfig(trainable=trainable),
+        adapter=AdapterConfig(rank=2, dropout=0.3, targets=["q_proj", "k_proj", "o_proj"]),
+    )
+    prepared = model.prepare(base, config)
+    root = model.Root(prepared, dtype, chunk_rows=64, images=images)
+    learned = anatomy.trainable(prepared)
+    for name, parameter in learned.items():
+        if "lora_B" in name:
+            parameter.data.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    losses = root.together(packs, ["a", "b"])
+    sum(one.loss for one in losses).backward()  # type: ignore[union-attr]
+    return {name: one.grad for name, one in learned.items() if one.grad is not None}
+
+
+def worst(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    assert found.keys() == truth.keys()
+    return max(error(found[name], truth[name].double()) for name in truth)
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run here."""
+    monkeypatch.setattr(heads, "resolve", lambda how, device: how)
+    monkeypatch.setattr(dropout, "BLOCK", 4)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("trainable", ["adapter", "all"])
+@pytest.mark.parametrize("family", ["llama", "smollm3", "mixtral", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_next"])
+def test_a_model_learns_the_same(family: str, trainable: str) -> None:
+    fast, slow = (update_of(family, how, trainable, torch.float32) for how in ("fused", "torch"))
+    assert worst(fast, slow) < 2e-5
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_wrong_sign_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: backward rotates onwards instead of back."""
+    right, kernels = update_of("qwen3_5", "torch", "adapter", torch.float32), heads._kernels
+
+    def wrong(grad: Tensor, x: Any, norm: Any, cos: Tensor, sin: Tensor, *rest: Any) -> Any:
+        return kernels("rotate_back")(grad, x, norm, cos, -sin, *rest)
+
+    monkeypatch.setattr(heads, "_kernels", lambda name: wrong if name == "rotate_back" else kernels(name))
+    assert worst(update_of("qwen3_5", "fused", "adapter", torch.float32), right) > 0.01
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("family", ["olmo2", "olmo3", "olmo_hybrid"])
+def test_a_family_that_does_otherwise_is_refused_by_name(family: str) -> None:
+    with pytest.raises(NotExact, match=r"attn: model\.heads=fused does not compute what Olmo\w+Attention does: set"):
+        patch.install(models.build(family), heads="fused")
