@@ -19,8 +19,6 @@ from prefix_train import dropout, fused, products, unit
 from prefix_train.dropout import SeededDropout
 from prefix_train.products import Product, Weights
 
-SIZE = len(Weights._fields)
-
 
 class Adapted:
     """Replaces the forward of a linear module with an adapter. rows: of a tile. otherwise: computes what is not so.
@@ -114,7 +112,7 @@ class _FeedForward(Function):
         ctx.save_for_backward(inputs, *tensors)
         if block.unread and unit.recomputing():
             return products.unread(inputs, inputs.shape[-1])
-        flat, weights = inputs.reshape(-1, inputs.shape[-1]), _weights(tensors)
+        flat, weights = inputs.reshape(-1, inputs.shape[-1]), products.several(tensors)
         out = torch.empty_like(flat)
         for rows in dropout.tiles(block.dropouts, len(flat), block.rows):
             block.forward(flat[rows], weights, out[rows])
@@ -125,7 +123,7 @@ class _FeedForward(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         block: FeedForward = ctx.block
         inputs, *tensors = ctx.saved_tensors
-        weights = _weights(tensors)
+        weights = products.several(tensors)
         flat, grads = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
         into, sums = torch.empty_like(flat) if ctx.needs_input_grad[1] else None, [Sums() for _ in weights]
         dropout.set_draw(block.dropouts, ctx.draw)
@@ -159,10 +157,6 @@ class Sums:
         of_a, of_b = self._sums
         assert weights.a is not None
         return of_a.to(weights.a.dtype), of_b.to(weights.a.dtype)
-
-
-def _weights(tensors: Sequence[Tensor]) -> list[Weights]:
-    return [Weights(*tensors[start : start + SIZE]) for start in range(0, len(tensors), SIZE)]
 
 
 def _dropouts(*products: Product) -> list[SeededDropout]:

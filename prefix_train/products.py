@@ -9,6 +9,7 @@ factors stand in the products, and sums are added to where they belong.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,12 @@ class Product:
         """Of the adapter, and of the entries that stay."""
         scaling = float(self.module.scaling[self.name])
         return scaling / (1 - self.dropout.dropped) if self.dropout is not None and self._drops else scaling
+
+
+def several(tensors: Sequence[Tensor]) -> list[Weights]:
+    """What `Product.weights` gave for each of several modules, from all of it in a row."""
+    size = len(Weights._fields)
+    return [Weights(*tensors[start : start + size]) for start in range(0, len(tensors), size)]
 
 
 def unread(inputs: Tensor, width: int) -> Tensor:

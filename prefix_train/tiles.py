@@ -21,8 +21,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from prefix_train import dropout, frozen, fused, products, unit
+from prefix_train import dropout, frozen, fused, products, together, unit
 from prefix_train.anatomy import Anatomy
+from prefix_train.halves import MIXERS
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 """Children of a gated feed-forward whose output is the last one's: act(gate(x)) * up(x), then down."""
@@ -36,7 +37,8 @@ NORM = "norm"
 
 def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
     """Tile norms, adapted linear modules and gated feed-forwards of the decoder's layers. Experts stay as they are.
-    Where the weights are frozen, `frozen` computes linear modules and feed-forwards; else they are `Tiled`.
+    Where the weights are frozen, `frozen` computes linear modules and feed-forwards, and `together` those of a mixer
+    that read the same rows; else they are `Tiled`.
 
     rows: positions of a tile, a multiple of dropout.BLOCK; norms of heads get as many elements. elementwise: see
     `fused.resolve`. Raises ValueError where `rows` is no such multiple, and where a layer is not recomputed: tiles are
@@ -67,6 +69,9 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
                 unread = module is unread_product
                 tiled = Tiled(module, rows, module.forward, last=_base(module), unread=unread)
                 module.forward = frozen.Adapted(module, rows, tiled, unread) if products.knows(module) else tiled
+        for name, mixer in layer.named_children():
+            if name in MIXERS:
+                together.install(mixer, rows)
 
 
 def _normalises(name: str, module: nn.Module) -> bool:
