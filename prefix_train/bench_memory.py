@@ -7,19 +7,19 @@ Two, since the optimizer's moments exist from the first one's end on; the save, 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from prefix_train import bench_rows, budget, checkpoint, kernels
+from prefix_train import bench_process, bench_rows, budget, checkpoint, kernels
 from prefix_train.bench_measure import Row, Watch
 from prefix_train.bench_pack import Case, require_gpu
 from prefix_train.dist import Ranks
@@ -86,17 +86,9 @@ def bench(case: Case, out: Path, snapshot: Path | None = None) -> dict[str, Any]
     require_gpu(case.config())
     bench_rows.write(out, {})
     given = {**asdict(case), "snapshot": None if snapshot is None else str(snapshot)}
-    program = [sys.executable, "-m", "prefix_train.bench_memory", json.dumps(given)]
-    found: dict[str, Any] = {}
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("{"):
-                found = json.loads(line)
-                bench_rows.write(out, found)
-    if running.returncode:
-        raise RuntimeError(f"the recording process ended with status {running.returncode}; {out} has what it told")
-    return found
+    name = f"the recording process, of which {out} has what it told,"
+    told = partial(bench_rows.write, out)
+    return bench_process.run(name, "prefix_train.bench_memory", json.dumps(given), told=told)
 
 
 def record(

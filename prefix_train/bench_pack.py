@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,7 +21,7 @@ import torch
 from configs import compose
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import bench_rows
+from prefix_train import bench_process, bench_rows
 from prefix_train.bench_rows import GATE
 from prefix_train.geometry import Geometry, read_config
 
@@ -129,14 +127,5 @@ def require_gpu(config: Config) -> None:
 def _in_a_process(row: str, case: Case, told: Callable[[dict[str, Any]], None] = lambda _: None) -> dict[str, Any]:
     """The last line that the measuring process writes; each line before it is `told` at once."""
     given = {**asdict(case), "started": time.time()}
-    program = [sys.executable, "-m", "prefix_train.bench_measure", row, json.dumps(given)]
-    answer: dict[str, Any] = {}
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("{"):
-                answer = json.loads(line)
-                told(answer)
-    if running.returncode:
-        raise RuntimeError(f"{row}: the measuring process ended with status {running.returncode}")
-    return answer
+    name = f"{row}: the measuring process"
+    return bench_process.run(name, "prefix_train.bench_measure", row, json.dumps(given), told=told)

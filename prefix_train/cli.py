@@ -3,56 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from configs import compose, runfolder
-from configs.console import make_app, print_json, run
+from configs import runfolder
+from configs.console import make_app, run
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train.arguments import Json, Overrides, RunFolder, Where, answer, positive, read
+from prefix_train.bench_cli import app as bench_app
 from prefix_train.compare.cli import compare_command
 from prefix_train.exports.cli import check_command, export_command
 from prefix_train.stream.cli import app as stream_app
 
 app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
 data_app = make_app("Write demonstration data. Example: prefix-train data digits")
-bench_app = make_app("Measure. Example: prefix-train bench cpu --out cpu.json")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(stream_app, name="stream")
 app.command("compare")(compare_command)
 app.command("export")(export_command)
 app.command("check")(check_command)
-
-Where = Annotated[Path, typer.Argument(help="Configuration (YAML) or run folder.")]
-RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in `train.lr=1e-4`.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
-
-
-def read(where: Path, overrides: list[str] | None) -> Config:
-    """The configuration at `where`, a YAML file or a run folder, with `key=value` changes."""
-    if where.is_dir():
-        return compose.with_changes(compose.from_run(where), overrides or [])
-    return compose.load(where, overrides or [])
-
-
-def positive(number: float | None) -> float | None:
-    """`number`, which is none or of this world: above zero and finite."""
-    if number is not None and not 0 < number < math.inf:
-        raise typer.BadParameter(f"{number} is no size: give a number above 0")
-    return number
-
-
-def answer(document: dict[str, Any], text: str, as_json: bool) -> None:
-    """Print what a person reads, then under --json what a program reads."""
-    print(text, flush=True)
-    if as_json:
-        print_json(document)
 
 
 @data_app.command("digits")
@@ -63,8 +38,7 @@ def digits_command(
     """1,797 real handwritten digits as PNG files, and chat rows under two long instruction sets."""
     from prefix_train.digits import write_digits
 
-    written = write_digits(folder)
-    answer(dict(written), f"{folder}: " + ", ".join(f"{count:,} {what}" for what, count in written.items()), as_json)
+    _written(folder, write_digits(folder), as_json)
 
 
 @data_app.command("biopsies")
@@ -75,8 +49,11 @@ def biopsies_command(
     """569 real breast biopsies, five measures each, as chat rows under one long instruction."""
     from prefix_train.biopsies import write_biopsies
 
-    written = write_biopsies(folder)
-    answer(dict(written), f"{folder}: " + ", ".join(f"{count:,} {what}" for what, count in written.items()), as_json)
+    _written(folder, write_biopsies(folder), as_json)
+
+
+def _written(folder: Path, counts: Mapping[str, int], as_json: bool) -> None:
+    answer(dict(counts), f"{folder}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()), as_json)
 
 
 @app.command("plan")
@@ -272,126 +249,6 @@ def report_command(
         "runs": [{"run": str(run.folder), "state": tables.state(run), "missing": list(run.missing)} for run in found],
     }
     answer(document, "\n".join([*lines, str(place)]), as_json)
-
-
-@bench_app.command("cpu")
-def bench_cpu_command(
-    config: Annotated[Path, typer.Option(help="Configuration with a model to build.")] = Path("configs/digits.yaml"),
-    prefix: Annotated[int, typer.Option(help="Tokens of the shared prefix.")] = 2048,
-    continuations: Annotated[int, typer.Option(help="Examples that branch off it.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens of each continuation.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Warm updates that are timed.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Packed against standalone on this machine's CPU; no figure unless gradients agree in the same run."""
-    from prefix_train import bench
-
-    found = bench.cpu(compose.load(config), prefix, continuations, length, repeats)
-    if out is not None:
-        runfolder.write_json(out, found)
-    answer(found, bench.text(found), as_json)
-
-
-@bench_app.command("pack")
-def bench_pack_command(
-    geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3.6-27b",
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the shared prefix.")] = 64_000,
-    continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "80x1000",
-    rows: Annotated[list[str] | None, typer.Option("--row", help="packed, standalone, flex (repeat); all.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the geometry has.")] = None,
-    warm: Annotated[int, typer.Option(min=1, help="Updates after the first that are timed.")] = 2,
-    alone: Annotated[int, typer.Option(min=1, help="Examples in an update of the standalone row.")] = 4,
-    profile: Annotated[bool, typer.Option(help="Tell which kernels one more update launches.")] = True,
-    out: Annotated[Path, typer.Option(help="JSON file that the rows are added to.")] = Path("bench-pack.json"),
-    overrides: Overrides = None,
-    as_json: Json = False,
-) -> None:
-    """One real update of a large geometry on one GPU, packed and alone; no figure unless the gate has passed."""
-    from prefix_train import bench_pack, bench_rows
-
-    if unknown := set(rows or ()) - set(bench_pack.ROWS):
-        raise UserError(f"--row {min(unknown)}: rows are {', '.join(bench_pack.ROWS)}")
-    count, length = bench_pack.continuations(continuations)
-    case = bench_pack.Case(
-        geometry,
-        prefix,
-        count,
-        length,
-        layers,
-        warm,
-        min(alone, count),
-        profile=profile,
-        overrides=tuple(overrides or ()),
-    )
-    found = bench_pack.bench(case, tuple(rows or bench_pack.ROWS), out)
-    answer(found, bench_rows.text(found), as_json)
-
-
-@bench_app.command("memory")
-def bench_memory_command(
-    geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3.6-27b",
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the shared prefix.")] = 64_000,
-    continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "80x1000",
-    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the geometry has.")] = None,
-    out: Annotated[Path, typer.Option(help="JSON file for what is recorded.")] = Path("bench-memory.json"),
-    snapshot: Annotated[Path | None, typer.Option(help="File for what the allocator did, as torch dumps it.")] = None,
-    overrides: Overrides = None,
-    as_json: Json = False,
-) -> None:
-    """Memory of two updates and of the save after them, moment by moment, beside what was predicted."""
-    from prefix_train import bench_memory, bench_pack
-
-    count, length = bench_pack.continuations(continuations)
-    case = bench_pack.Case(geometry, prefix, count, length, layers, overrides=tuple(overrides or ()))
-    found = bench_memory.bench(case, out, snapshot)
-    answer(found, bench_memory.text(found), as_json)
-    if not found.get("passed", True):
-        raise typer.Exit(1)
-
-
-@bench_app.command("stream")
-def bench_stream_command(
-    store: Annotated[Path, typer.Option(help="Store of `prefix-train stream build --random GEOMETRY`.")],
-    geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3-32b",
-    budget_gib: Annotated[float, typer.Option(callback=positive, help="Most GPU memory, in GiB.")] = 6.0,
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--row", help="Positions of one example, pack, accumulated, gate; `@key=value` behind it (repeat)."
-        ),
-    ] = None,
-    prefix: Annotated[int, typer.Option(min=1, help="Tokens of the pack's shared prefix.")] = 4096,
-    continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "32x128",
-    alone: Annotated[int, typer.Option(min=1, help="Examples of the pack that the accumulated row computes.")] = 4,
-    warm: Annotated[int | None, typer.Option(min=1, help="Updates after the first; 3 for small rows, 2 above.")] = None,
-    cold: Annotated[bool, typer.Option("--cold", help="Drop the store from the page cache before the first.")] = False,
-    row_seconds: Annotated[float, typer.Option(callback=positive, help="A row that takes longer is ended.")] = 90.0,
-    seconds: Annotated[float, typer.Option(callback=positive, help="Time for all of it.")] = 86_400.0,
-    out: Annotated[Path, typer.Option(help="JSON file that the rows are added to.")] = Path("bench-stream.json"),
-    overrides: Overrides = None,
-    as_json: Json = False,
-) -> None:
-    """Whole updates of a large geometry within a memory budget, beside their bound; no figure without the gate."""
-    from prefix_train import bench_pack
-    from prefix_train.stream import bench
-
-    count, length = bench_pack.continuations(continuations)
-    case = bench.Case(
-        geometry,
-        str(store),
-        budget_gib,
-        prefix,
-        count,
-        length,
-        min(alone, count),
-        warm,
-        cold=cold,
-        seconds=row_seconds,
-        overrides=tuple(overrides or ()),
-    )
-    found = bench.bench(case, tuple(rows or bench.ROWS), out, seconds)
-    answer(found, bench.text(found), as_json)
 
 
 def main() -> None:

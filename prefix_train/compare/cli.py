@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from configs.console import print_json
+from prefix_train.arguments import Json
 
 
 def compare_command(
@@ -24,7 +25,7 @@ def compare_command(
     warm: Annotated[int, typer.Option(min=1, help="Updates after the first that are timed.")] = 3,
     out: Annotated[Path, typer.Option(help="JSON file that the rows are added to.")] = Path("compare.json"),
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes as key=value.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")] = False,
+    as_json: Json = False,
 ) -> None:
     """The streaming engine beside PEFT with bitsandbytes and BlockStreamer: same host, weights, example and budget."""
     from prefix_train.compare import table

@@ -11,11 +11,11 @@ import typer
 from configs import runfolder
 from configs.console import print_json
 from configs.errors import UserError
+from prefix_train.arguments import Json
 
 WEIGHTS = ("model", "store")
 DTYPES = ("bfloat16", "float32")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 Examples = Annotated[int, typer.Option(min=1, help="Held-out examples to compare on.")]
 
 

@@ -13,6 +13,7 @@ from configs import compose
 from configs.console import make_app, print_json
 from configs.errors import UserError
 from configs.schema import ModelConfig
+from prefix_train.arguments import Json
 
 if TYPE_CHECKING:
     from prefix_train.stream.manifest import BlockFile
@@ -23,8 +24,6 @@ app = make_app("The streaming engine's store. Example: prefix-train stream build
 
 WEIGHTS = ("nf4", "bf16", "float32")
 DTYPES = ("bfloat16", "float32")
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
 
 @app.command("build")
