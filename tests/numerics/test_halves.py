@@ -16,16 +16,22 @@ from configs.errors import UserError
 from configs.schema import Config, MemoryConfig
 from prefix_train import blame, families, halves, model, products, step
 from tests import models
-from tests.middles import learned, run, some_packs
+from tests.middles import TILE, learned, run, some_packs
 from tests.numerics.test_frozen import Products
 from tests.offloading import backward, same
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
-@pytest.mark.parametrize(("tile_rows", "adapted"), [(8, True), (0, True), (8, False)])
-@pytest.mark.parametrize("family", models.FAMILIES)
-def test_every_family_is_what_its_own_forward_is(family: str, adapted: bool, tile_rows: int) -> None:
+CASES = [
+    *((family, TILE, True) for family in models.FAMILIES),
+    *((family, rows, rows == 0) for family in ("olmo_hybrid", "qwen3_5", "qwen3_next") for rows in (0, TILE)),
+]
+"""Family, rows of a tile, and whether adapters are trained or everything."""
+
+
+@pytest.mark.parametrize(("family", "tile_rows", "adapted"), CASES)
+def test_every_family_is_what_its_own_forward_is(family: str, tile_rows: int, adapted: bool) -> None:
     base = models.build(family)
     packs = some_packs(base, images=family in models.WITH_VISION)
     given = {"tile_rows": tile_rows, **(learned(family) if adapted else {})}

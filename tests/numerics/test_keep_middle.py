@@ -45,8 +45,8 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("keep", ["none", "auto"])
-@pytest.mark.parametrize("middle", ["auto", "1", "3"])
-@pytest.mark.parametrize("offloaded", ["auto", "1", "2"])
+@pytest.mark.parametrize("middle", ["auto", "3"])
+@pytest.mark.parametrize("offloaded", ["auto", "2"])
 @pytest.mark.parametrize("family", ["olmo_hybrid", "qwen3_5_text"])
 def test_wherever_middles_wait(family: str, offloaded: str, middle: str, keep: str) -> None:
     """Copies as late as a device may make them; the pool holds what waits and no chunk more."""
@@ -72,6 +72,7 @@ def test_in_bfloat16_from_float32_masters() -> None:
         assert same(backward(run(base, packs, "auto", "auto", **given), packs), right)
 
 
+@pytest.mark.slow
 def test_in_fifty_updates() -> None:
     """`fifty_updates` counts the copies' bytes."""
     base = models.build("qwen3_5_text")
