@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import ast
-import base64
 import errno
-import hashlib
 import os
 import resource
 import shutil
 import socket
 import sys
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from configs.errors import UserError
-from configs.schema import Config, DataConfig, ModelConfig, SlurmConfig
-from preflight import cgroup, environment, files, host, imports, known_bad, mounts, names, network, programs
+from configs.schema import Config, SlurmConfig
+from preflight import cgroup, environment, files, host, mounts, names, network, programs
 from preflight.setting import Setting
-from preflight.states import Finding
 
 MOUNTINFO = """\
 22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
@@ -261,30 +257,6 @@ def test_the_interface_that_has_the_address_of_the_host_name(
     assert finding.facts == {"addresses": [address], "loopback": False, "interface": interface}
 
 
-def test_data_and_model_by_size_and_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train, model = tmp_path / "train.jsonl", tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    train.write_text("a" * 10)
-    (tmp_path / "config.yaml").write_text("name: x")
-    config = Config(data=DataConfig(train=str(train)), model=ModelConfig(path=str(model)))
-    before = files.check_files(Setting(config, tmp_path))
-    assert before.state == "pass"
-    train.write_text("b" * 10)
-    assert files.check_files(Setting(config, tmp_path)).facts != before.facts
-    train.unlink()
-    gone = files.check_files(Setting(config, tmp_path))
-    assert gone.state == "fail"
-    assert str(train) in gone.found
-    train.write_text("c")
-
-    def refuse(path: Path, *_: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert "Permission denied" in files.check_files(Setting(config, tmp_path)).found
-
-
 def test_secrets_never_enter_a_report() -> None:
     planted = {
         "HF_TOKEN": "hf_abcdefghijklmnop1234",
@@ -307,93 +279,6 @@ def test_secrets_never_enter_a_report() -> None:
         assert (secret in clean) == (secret in ("INFO", "/opt/code")), secret
 
 
-HOPPER = {"capability": (9, 0), "nvcc": True, "fla_kernels": True}
-BAD = [
-    ("triton_hopper_gradients", {"versions": {"triton": "3.6.0", "fla": "0.6.0"}, **HOPPER}),
-    ("triton_hopper_gradients", {"versions": {"triton": "3.4.0", "fla": "0.6.0"}, **HOPPER}),
-    ("triton_hopper_gradients", {"versions": {"triton": "3.7.0", "tilelang": "0.1.15"}, **HOPPER, "nvcc": False}),
-    ("tilelang_half_installed", {"errors": {"tilelang": "OSError: libz3.so: cannot open shared object file"}}),
-    ("tilelang_half_installed", {"errors": {"fla": "ImportError: z3 library not found"}}),
-    ("transformers_drops_boundaries", {"versions": {"transformers": "5.2.0"}}),
-    ("transformers_drops_boundaries", {"versions": {"transformers": "5.8.1"}}),
-    ("cuda13_old_driver", {"cuda": "13.0", "driver": "575.57.08"}),
-    ("fla_without_pins", {"versions": {"fla": "0.5.0"}, "fla_kernels": True}),
-]
-GOOD = [
-    {"versions": {"triton": "3.7.1", "fla": "0.6.0"}, **HOPPER},
-    {"versions": {"triton": "3.3.1", "fla": "0.6.0"}, **HOPPER},
-    {"versions": {"triton": "3.6.0", "fla": "0.6.0", "tilelang": "0.1.15"}, **HOPPER},
-    {"versions": {"triton": "3.6.0", "fla": "0.6.0"}, **HOPPER, "capability": (8, 0)},
-    {"versions": {"triton": "3.6.0"}, **HOPPER, "fla_kernels": False},
-    {"versions": {"transformers": "5.24.0"}, "cuda": "13.0", "driver": "580.159.04"},
-    {"versions": {"transformers": "5.9.0"}, "cuda": "12.8", "driver": "570.10"},
-    {"errors": {"tilelang": "ImportError: numpy"}},
-    {},
-]
-
-
-@pytest.mark.parametrize(("row", "facts"), BAD)
-def test_known_bad_combinations(row: str, facts: dict[str, object]) -> None:
-    found = known_bad.judge_known_bad(known_bad.Facts(**facts))  # type: ignore[arg-type]
-    assert [(finding.check, finding.state) for finding in found] == [(f"known.{row}", "fail")]
-
-
-@pytest.mark.parametrize("facts", GOOD)
-def test_combinations_that_work(facts: dict[str, object]) -> None:
-    (finding,) = known_bad.judge_known_bad(known_bad.Facts(**facts))  # type: ignore[arg-type]
-    assert finding.state == "pass"
-
-
-def test_every_row_has_a_test_a_source_and_a_date() -> None:
-    assert {row.name for row in known_bad.ROWS} == {name for name, _ in BAD}
-    for row in known_bad.ROWS:
-        assert row.source
-        assert len(row.date) == len("2026-11-30")
-
-
-def test_rows_are_asked_with_what_the_checks_found() -> None:
-    findings = [
-        Finding("import.triton", "pass", "", "", {"package": "triton", "version": "3.6.0", "declared": "3.6.0"}),
-        Finding("import.fla", "pass", "", "", {"package": "fla", "version": "0.6.0", "declared": "0.6.0"}),
-        Finding("import.tilelang", "fail", "", "", {"package": "tilelang", "error": "OSError: libz3.so"}),
-        Finding("torch.backends", "pass", "", "", {"capability": [9, 0], "cuda": "13.0"}),
-        Finding("device.gpus", "pass", "", "", {"gpus": [{"driver_version": "570.1"}]}),
-    ]
-    found = known_bad.check_known_bad(Setting(), findings)
-    assert [finding.check.partition(".")[2] for finding in found] == [
-        "triton_hopper_gradients",
-        "tilelang_half_installed",
-        "cuda13_old_driver",
-    ]
-
-
-def test_data_whose_end_was_not_copied(tmp_path: Path) -> None:
-    """A file of the full size whose second half is zeros, as an interrupted copy leaves it."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    whole.write_bytes(b"a" * 10**6)
-    cut.write_bytes(b"a" * 500_000 + b"\0" * 500_000)
-    size, _, digest = files.fingerprint(whole)["whole"].partition(":")
-    other_size, _, other = files.fingerprint(cut)["cut"].partition(":")
-    assert size == other_size == "1000000"
-    assert digest != other
-
-
-def test_data_in_folders_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A saved dataset keeps its files in folders of their own; of very many files names and sizes are compared."""
-    for name, text in {"dataset_dict.json": "{}", "train/data.arrow": "abc", "train/extra/odd \udcff.txt": ""}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    whole = files.fingerprint(tmp_path)
-    assert list(whole) == ["dataset_dict.json", "train/data.arrow", "train/extra/odd \\xff.txt"]
-    (tmp_path / "train" / "data.arrow").write_text("abd")
-    assert {name for name, value in files.fingerprint(tmp_path).items() if whole[name] != value} == {"train/data.arrow"}
-    monkeypatch.setattr(files, "MOST", 2)
-    many = files.fingerprint(tmp_path)
-    assert list(many) == ["3 files"]
-    (tmp_path / "train" / "data.arrow").write_text("abcd")
-    assert files.fingerprint(tmp_path) != many
-
-
 def test_names_that_preflight_allow_may_hold() -> None:
     """Every name in the sources, and nothing else: what is mistyped would allow nothing, in silence."""
     texts = [
@@ -413,42 +298,6 @@ def test_names_that_preflight_allow_may_hold() -> None:
             names.check_allowed([wrong])
 
 
-def test_a_shared_library_that_was_cut_short(tmp_path: Path) -> None:
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p/lib.so.2").write_bytes(b"x" * 100)
-    (tmp_path / "p-1.dist-info").mkdir()
-    (tmp_path / "p-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: p\nVersion: 1\n")
-    (tmp_path / "p-1.dist-info/RECORD").write_text("p/lib.so.2,sha256=AAAA,100\n")
-    (package,) = metadata.distributions(path=[str(tmp_path)])
-    assert imports.changed(package) == []
-    (tmp_path / "p/lib.so.2").write_bytes(b"x" * 99)
-    assert imports.changed(package) == ["p/lib.so.2"]
-
-
-@pytest.mark.parametrize(
-    ("row", "content", "changed"),
-    [
-        ("p/a.py,sha256={},5", b"x = 2", ["p/a.py"]),
-        ("p/a.py,sha256={},5", b"x = 1", []),
-        ("p/a.py,,", b"x = 2", []),
-        ("p/a.py,md5={},5", b"x = 2", []),
-        ("p/a.py", b"x = 2", []),
-        ('"p/b,c.py",sha256={},5', b"x = 1", ["p/b,c.py"]),
-        ("../../../bin/a.py,sha256={},5", b"x = 1", []),
-        ("p/a.pyc,sha256={},5", b"x = 1", []),
-    ],
-)
-def test_a_file_of_a_package_against_its_record(tmp_path: Path, row: str, content: bytes, changed: list[str]) -> None:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(b"x = 1").digest()).rstrip(b"=").decode()
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p/a.py").write_bytes(content)
-    (tmp_path / "p-1.dist-info").mkdir()
-    (tmp_path / "p-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: p\nVersion: 1\n")
-    (tmp_path / "p-1.dist-info/RECORD").write_text(row.format(digest) + "\n")
-    (package,) = metadata.distributions(path=[str(tmp_path)])
-    assert imports.changed(package) == changed
-
-
 STAYS = """
 import threading, time
 {name}
@@ -466,22 +315,3 @@ def test_a_program_that_has_answered_ends_whatever_it_imported() -> None:
     assert (answer.status, answer.documents) == (0, [{"package": "p"}])
     answer = programs.ask([sys.executable, "-c", STAYS.format(name="", ending="main()")], 2)
     assert answer.status is None
-
-
-def test_sources_of_an_editable_package_are_hashed(tmp_path: Path) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep/a.py").write_text("x = 1")
-    before = imports.sources(tmp_path)
-    assert imports.sources(tmp_path) == before
-    (tmp_path / "deep/a.py").write_text("x = 2")
-    assert imports.sources(tmp_path) != before
-
-
-def test_frozen_code_is_hashed_whole_but_for_what_python_compiles(tmp_path: Path) -> None:
-    (tmp_path / "configs/__pycache__").mkdir(parents=True)
-    (tmp_path / "configs/digits.yaml").write_text("a: 1")
-    before = imports.sources(tmp_path, "*")
-    (tmp_path / "configs/__pycache__/a.pyc").write_text("x")
-    assert imports.sources(tmp_path, "*") == before
-    (tmp_path / "configs/digits.yaml").write_text("a: 2")
-    assert imports.sources(tmp_path, "*") != before
