@@ -26,10 +26,11 @@ class ModelConfig:
     attention: Literal["auto", "merged", "joined", "flex", "dense"] = "auto"
     """Kernels of tree attention: merged dense pieces, the same pieces joined in one pass (CUDA and Triton only),
     FlexAttention (CUDA only), or the dense reference."""
-    deltanet: Literal["auto", "reference", "fla", "fla_segments", "fla_cuda"] = "auto"
-    """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only), and with these three
+    deltanet: Literal["auto", "reference", "fla", "fla_segments", "fla_forest", "fla_cuda"] = "auto"
+    """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only), and with these four
     ways to its convolution: over a buffer in which each segment follows a copy of what it reads before it; of each
-    segment by itself (`fla_segments`); or by causal-conv1d (`fla_cuda`)."""
+    segment by itself (`fla_segments`); of the whole forest by a kernel of our own, without any copies, for widths up to
+    4 (`fla_forest`, not measured yet); or by causal-conv1d (`fla_cuda`)."""
     elementwise: Literal["auto", "torch", "liger"] = "auto"
     """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only); `auto`: Liger's where
     it is installed."""

@@ -2,7 +2,7 @@
 
 Each segment is preceded by the last W - 1 inputs of its root path, one convolution runs over everything, and the
 outputs of those warm-up rows are dropped: they are the only ones that read across a boundary. Kernels that take what
-comes before each segment apart from the buffer need neither: a buffer of the size of the inputs is read once.
+comes before each segment apart from the buffer need neither, nor do those that find it in the buffer (`forest_conv`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
-from prefix_train import flash_linear
+from prefix_train import flash_linear, forest_conv
 from prefix_train.layout import History, Layout
 from prefix_train.sums import sum_runs
+
+WITHOUT_COPIES = ("fla_segments", "fla_forest")
+"""Kernels that write the channels in parts, from a buffer of the size of the inputs."""
 
 
 def tree_conv(
@@ -32,12 +35,13 @@ def tree_conv(
     """Depthwise causal convolution where each token reads the W - 1 tokens before it on its root path.
 
     x: [T, C]. weight: [C, W], last tap at the token itself. bias: [C] or None. activation: `silu` or None. kernels:
-    `reference`, `fla`, `fla_segments` or `fla_cuda`. Computed in at least float32; returns [T, C] in the dtype of x.
-    Raises ValueError where the layout was built for another length or width, or the kernels are unknown.
+    `reference`, `fla`, `fla_segments`, `fla_forest` or `fla_cuda`. Computed in at least float32; returns [T, C] in the
+    dtype of x. Raises ValueError where the layout was built for another length or width, or the kernels are unknown;
+    UserError where the kernels do not take the dtype or the width.
     """
+    if kernels in WITHOUT_COPIES:
+        return tree_conv_parts(x, weight, bias, layout, [x.shape[1]], activation, kernels)[0]
     _check(x, weight, layout, activation)
-    if kernels == "fla_segments":
-        return _of_segments(x, weight, bias, layout, activation, [x.shape[1]])[0]
     extended: Tensor = _Extend.apply(x, layout.history)  # type: ignore[no-untyped-call]
     if kernels == "fla":
         convolved = flash_linear.convolve(extended, weight, bias, activation)
@@ -46,7 +50,9 @@ def tree_conv(
     elif kernels == "reference":
         convolved = _Convolve.apply(extended, weight, bias, activation == "silu")  # type: ignore[no-untyped-call]
     else:
-        raise ValueError(f"convolution kernels {kernels!r} are unknown: reference, fla, fla_segments, fla_cuda")
+        raise ValueError(
+            f"convolution kernels {kernels!r} are unknown: reference, fla, fla_segments, fla_forest, fla_cuda"
+        )
     kept: Tensor = _Drop.apply(convolved, layout.history)  # type: ignore[no-untyped-call]
     return kept
 
@@ -61,10 +67,13 @@ def tree_conv_parts(
     kernels: str = "reference",
 ) -> list[Tensor]:
     """`tree_conv`, its channels in parts of `sizes`: [T, size] each, contiguous where the kernels can write them so."""
-    if kernels != "fla_segments":
+    if kernels not in WITHOUT_COPIES:
         return list(torch.split(tree_conv(x, weight, bias, layout, activation, kernels), list(sizes), 1))
     _check(x, weight, layout, activation)
-    return _of_segments(x, weight, bias, layout, activation, sizes)
+    if kernels == "fla_forest":
+        forest_conv.require(x, layout.width)
+        return list(_Forest.apply(x, weight, bias, layout, activation, sizes))  # type: ignore[no-untyped-call]
+    return list(_Segments.apply(x, weight, bias, layout.history, activation, sizes))  # type: ignore[no-untyped-call]
 
 
 def _check(x: Tensor, weight: Tensor, layout: Layout, activation: str | None) -> None:
@@ -77,13 +86,6 @@ def _check(x: Tensor, weight: Tensor, layout: Layout, activation: str | None) ->
         )
     if activation not in ("silu", None):
         raise ValueError(f"the convolution's activation is {activation!r}; only 'silu' and None are known")
-
-
-def _of_segments(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout, activation: str | None, sizes: Sequence[int]
-) -> list[Tensor]:
-    given = (x, weight, bias, layout.history, activation, sizes)
-    return list(_Segments.apply(*given))  # type: ignore[no-untyped-call]
 
 
 class _Segments(Function):
@@ -149,6 +151,32 @@ def _states(x: Tensor, width: int, history: History) -> Tensor:
     )  # fmt: skip
     states[:, :, 1:] = rows.view(len(states), width - 1, x.shape[1]).transpose(1, 2)
     return states
+
+
+class _Forest(Function):
+    """By kernels of our own over the whole forest. sizes: of parts of the channels, whose outputs are own tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layout: Layout,
+        activation: str | None,
+        sizes: Sequence[int],
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.layout, ctx.silu = layout, activation == "silu"
+        return forest_conv.forward(x, weight, bias, layout, ctx.silu, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        learned = any(ctx.needs_input_grad[1:3])
+        found = forest_conv.backward(grads, x, weight, bias, ctx.layout, ctx.silu, learned)
+        return *found, None, None, None
 
 
 class _Extend(Function):

@@ -14,15 +14,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
-from prefix_train import chunked, flash_linear
+from prefix_train import chunked, flash_linear, forest_conv
 from prefix_train.convolution import tree_conv, tree_conv_parts
 from prefix_train.layout import Group, Layout
 from prefix_train.sums import sum_runs
 
 __all__ = ["resolve_kernels", "tree_conv", "tree_conv_parts", "tree_delta_rule"]
 
-KERNELS = ("reference", "fla", "fla_segments", "fla_cuda")
-"""The last three compute the recurrence alike and differ in the convolution."""
+KERNELS = ("reference", "fla", "fla_segments", "fla_forest", "fla_cuda")
+"""All but the first compute the recurrence alike and differ in the convolution."""
 
 MAX_STATE_BYTES = 512 * 2**20
 """Most that the gathered states of one recurrent call may take."""
@@ -36,6 +36,8 @@ def resolve_kernels(kernels: str, device: torch.device) -> str:
         raise UserError(f"deltanet kernels {kernels!r} are unknown: write auto, {', '.join(KERNELS)}")
     if kernels != "reference" and device.type != "cuda":
         raise UserError(f"deltanet kernels {kernels!r} run on CUDA, not on {device.type}: set model.deltanet=reference")
+    if kernels == "fla_forest" and not forest_conv.available():
+        raise UserError(forest_conv.WITHOUT_TRITON)
     return kernels
 
 

@@ -34,6 +34,12 @@ from prefix_train.stream import planner
 MODULES = ("fla.modules.causal_conv1d", "fla.modules.norm.l2norm", "fla.ops.gated_delta_rule")
 """What holds the kernels of `flash_linear`."""
 
+CONVOLUTION = "causal_conv1d_"
+"""How the names of flash-linear-attention's convolution kernels begin."""
+
+ANOTHER_CONVOLUTION = ("fla_forest", "fla_cuda")
+"""Kernels of Gated DeltaNet that launch none of these: their pins are right for the rest."""
+
 BUCKET = 65536
 """Rows (tokens x heads) of one length bucket: FLA's key `NB` of its L2 norm (fla/modules/norm/l2norm.py of 0.6.0)."""
 
@@ -205,9 +211,15 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
         except torch.OutOfMemoryError as error:
             wrong["memory"] = str(error).splitlines()[0]
     listed = set(kernel_pins.read_list(pins)["kernels"]) if (pins / kernel_pins.LIST).is_file() else set()
-    launched, problems = judge_launches(launches, listed, wrong)
+    wanted = wanted_pins(listed, resolve_kernels(config.model.deltanet, device))
+    launched, problems = judge_launches(launches, wanted, wrong)
     return {"passed": not problems, "said": said, "launched": launched, "searches": dict(launches.searches),
             "problems": problems}  # fmt: skip
+
+
+def wanted_pins(listed: Set[str], deltanet: str) -> Set[str]:
+    """Those of the pinned kernels that a job with these kernels of Gated DeltaNet launches. Pure."""
+    return {name for name in listed if deltanet not in ANOTHER_CONVOLUTION or not name.startswith(CONVOLUTION)}
 
 
 def judge_launches(

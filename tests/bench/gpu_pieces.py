@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from configs import runfolder
 from prefix_train import bench_kernels, bench_measure, frozen
 from prefix_train.attention import tree_attention
-from prefix_train.deltanet import tree_conv, tree_delta_rule
+from prefix_train.deltanet import tree_conv, tree_conv_parts, tree_delta_rule
 from prefix_train.dropout import SeededDropout
 from prefix_train.layout import Layout
 from prefix_train.pieces import CudaPieces
@@ -139,17 +139,19 @@ def attention(report: Report) -> None:
             report.note("attention", f"{shape}, {name}", {**figures, **bench_kernels.launched(whole, device, 25)})
 
 
-def convolve(name: str, layout: Layout, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
-    return with_gradients(tree_conv(x, weight, None, layout, kernels=name), [x], grad)
+def convolve(name: str, layout: Layout, x: Tensor, weight: Tensor, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Query, key and value, and where there is a graph the gradient of x from theirs."""
+    parts = tree_conv_parts(x, weight, None, layout, [grad.shape[1] for grad in grads], kernels=name)
+    return torch.autograd.grad(parts, [x], grads) if torch.is_grad_enabled() else parts
 
 
 def convolution(report: Report) -> None:
-    """Over a buffer with copies, each segment by itself, and causal-conv1d."""
+    """Over a buffer with copies, each segment by itself, the forest without copies, and causal-conv1d."""
     sizes, device = report.sizes, report.device
     channels = (2 * sizes.recurrent[0] + sizes.recurrent[1]) * sizes.recurrent[2]
     kernels = ["reference"]
     if device.type == "cuda":
-        kernels = ["fla", "fla_segments"] + ["fla_cuda"] * bool(importlib.util.find_spec("causal_conv1d"))
+        kernels = ["fla", "fla_segments", "fla_forest"] + ["fla_cuda"] * bool(importlib.util.find_spec("causal_conv1d"))
     odd = Layout.from_tree(*ODD).to(device)
     x, weight = draw(device, odd.total, channels), draw(device, channels, 4, seed=1)
     of, grad = [x.requires_grad_(), weight.requires_grad_()], draw(device, odd.total, channels, seed=2)
@@ -162,12 +164,15 @@ def convolution(report: Report) -> None:
         passed += [name] if max(found) < 1e-2 else []
     for shape in ("star", "many"):
         layout = star(sizes, getattr(sizes, shape), device)
-        x, grad = draw(device, layout.total, channels).requires_grad_(), draw(device, layout.total, channels, seed=2)
+        x, frozen = draw(device, layout.total, channels).requires_grad_(), weight.detach()
+        heads, value_heads, size = sizes.recurrent
+        grads = [draw(device, layout.total, count * size, seed=2) for count in (heads, heads, value_heads)]
         for name in passed:
             if report.enough("convolution", f"{shape}, {name}"):
-                report.note(
-                    "convolution", f"{shape}, {name}", report.seconds(partial(convolve, name, layout, x, weight, grad))
-                )
+                figures: dict[str, Any] = report.seconds(partial(convolve, name, layout, x, frozen, grads))
+                with torch.no_grad():
+                    forward = report.seconds(partial(convolve, name, layout, x, frozen, grads))
+                report.note("convolution", f"{shape}, {name}", {**figures, "forward_s": forward["median_s"]})
 
 
 def recur(name: str, layout: Layout, of: Sequence[Tensor], grad: Tensor) -> list[Tensor]:

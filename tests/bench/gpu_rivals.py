@@ -96,7 +96,7 @@ def layer(report: Report) -> None:
     mine = "fla" if device.type == "cuda" else "reference"
     ways: dict[str, Mix] = {"ours": partial(ours, mine, sizes)}
     if device.type == "cuda":
-        ways["ours, fla_segments"] = partial(ours, "fla_segments", sizes)
+        ways |= {f"ours, {name}": partial(ours, name, sizes) for name in ("fla_segments", "fla_forest")}
     if importlib.util.find_spec("tree_recurrence"):
         policy = importlib.import_module("tree_recurrence").Policy
         ways |= {"tree-recurrence": partial(theirs, None, sizes),

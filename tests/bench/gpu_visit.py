@@ -41,7 +41,7 @@ from configs.nodefolder import private_folder
 PERIOD = Path(__file__).parents[1] / "data" / "period-27b.yaml"
 PAIR = ("slurm.tasks_per_node=2", "slurm.gpus_per_node=2", "pack.packs_per_update=2")
 GPU_TESTS = "tests/gpu"
-NEWEST = ("model.attention=joined", "model.deltanet=fla_segments", "adapter.masks=counted")
+NEWEST = ("model.attention=joined", "model.deltanet=fla_forest", "adapter.masks=counted")
 """Kernels that are not the default before they have been measured."""
 WAITING = ("memory.offload=auto", "memory.keep_attention=auto")
 CLOCKS = ("nvidia-smi", "--query-gpu=timestamp,index,clocks.sm,power.draw,clocks_event_reasons.active",

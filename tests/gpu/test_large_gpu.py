@@ -68,7 +68,7 @@ def test_attention(kernels: str) -> None:
         assert error(mine, theirs.grad) < 1e-2
 
 
-@pytest.mark.parametrize("kernels", ["fla", "fla_segments"])
+@pytest.mark.parametrize("kernels", ["fla", "fla_segments", "fla_forest"])
 def test_convolution(kernels: str) -> None:
     pytest.importorskip("fla")
     tree, x = layout(), draw(TOTAL, WIDTH).requires_grad_()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prefix_train import flex, pieces
 from prefix_train.attention import tree_attention
-from prefix_train.deltanet import tree_conv, tree_delta_rule
+from prefix_train.deltanet import tree_conv, tree_conv_parts, tree_delta_rule
 from prefix_train.layout import Layout
 from tests import trees
 
@@ -141,9 +141,9 @@ def test_delta_rule_of_flash_linear_attention(most: int, size: int, beta: float)
         trees.assert_close(found, truth, 2e-2, RULE_NAMES)
 
 
-@pytest.mark.parametrize("kernels", ["fla", "fla_segments", "fla_cuda"])
+@pytest.mark.parametrize("kernels", ["fla", "fla_segments", "fla_forest", "fla_cuda"])
 def test_convolutions(kernels: str) -> None:
-    pytest.importorskip("causal_conv1d" if kernels == "fla_cuda" else "fla")
+    pytest.importorskip({"fla_cuda": "causal_conv1d", "fla_forest": "triton"}.get(kernels, "fla"))
     for tree in TREES:
         layout = Layout.from_tree(*tree).to("cuda")
         of, grad = conv_inputs(layout), draw(layout.total, 96)
@@ -151,6 +151,39 @@ def test_convolutions(kernels: str) -> None:
         wide = widened(of)
         truth = with_gradients(tree_conv(*wide, layout), wide, grad)
         trees.assert_close(found, truth, 1e-2, CONV_NAMES)
+
+
+def test_our_convolution_rounds_no_more_than_the_others() -> None:
+    """Over all of these forests together, output and gradient of the input; and float32 to its own precision."""
+    pytest.importorskip("fla")
+    squares = dict.fromkeys(("fla", "fla_segments", "fla_forest"), 0.0)
+    for tree in TREES:
+        layout = Layout.from_tree(*tree).to("cuda")
+        of, grad = conv_inputs(layout, 1320), draw(layout.total, 1320)
+        wide = widened(of)
+        truth = with_gradients(tree_conv(*wide, layout), wide, grad)
+        for kernels in squares:
+            found = with_gradients(tree_conv(*of, layout, kernels=kernels), of, grad)
+            squares[kernels] += sum(trees.relative(a, b) ** 2 for a, b in zip(found[:2], truth[:2], strict=True))
+        single = [x.detach().float().requires_grad_() for x in of]
+        found = with_gradients(tree_conv(*single, layout, kernels="fla_forest"), single, grad)
+        trees.assert_close(found, truth, 2e-6, CONV_NAMES)
+    print(json.dumps(squares))
+    assert squares["fla_forest"] <= 1.001 * min(squares.values())
+
+
+def test_our_convolution_takes_rows_of_a_wider_tensor_and_gives_parts() -> None:
+    pytest.importorskip("triton")
+    layout, sizes = Layout.from_tree(*LONG).to("cuda"), [512, 264, 40]
+    x, weight, _ = conv_inputs(layout, sum(sizes))
+    wide = torch.zeros(layout.total, sum(sizes) + 24, dtype=x.dtype, device="cuda")
+    strided = wide.detach()[:, 8 : 8 + sum(sizes)].copy_(x.detach()).requires_grad_()
+    grad = draw(layout.total, sum(sizes))
+    parts = tree_conv_parts(strided, weight, None, layout, sizes, kernels="fla_forest")
+    assert all(part.is_contiguous() for part in parts)
+    found = with_gradients(torch.cat(parts, 1), [strided, weight], grad)
+    wanted = with_gradients(tree_conv(x, weight, None, layout, kernels="fla_forest"), [x, weight], grad)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
@@ -169,15 +202,16 @@ def test_references_equal_those_on_the_cpu(dtype: torch.dtype, bound: float) -> 
         trees.assert_close(found, expected, bound, [str(i) for i in range(len(found))])
 
 
-def test_two_thousand_children_of_one_sign() -> None:
+@pytest.mark.parametrize("kernels", ["reference", "fla_forest"])
+def test_two_thousand_children_of_one_sign(kernels: str) -> None:
     layout = Layout.from_tree([5, *[1] * 2000], [-1, *[0] * 2000]).to("cuda")
     of = [x.detach().abs().requires_grad_() for x in conv_inputs(layout)]
     grad = torch.ones(layout.total, 96, device="cuda")
-    found = with_gradients(tree_conv(*of, layout), of, grad)
+    found = with_gradients(tree_conv(*of, layout, kernels=kernels), of, grad)
     wide = widened(of)
     truth = with_gradients(tree_conv(*wide, layout), wide, grad)
     trees.assert_close([found[1][:5]], [truth[1][:5]], 4e-3, ["x"])
-    again = with_gradients(tree_conv(*of, layout), of, grad)
+    again = with_gradients(tree_conv(*of, layout, kernels=kernels), of, grad)
     assert torch.equal(found[1], again[1])
 
 
@@ -191,7 +225,7 @@ def test_layout_moves_whole() -> None:
 
 
 @pytest.mark.parametrize("attention", ["merged", "joined", "flex"])
-@pytest.mark.parametrize("deltanet", ["reference", "fla", "fla_segments"])
+@pytest.mark.parametrize("deltanet", ["reference", "fla", "fla_segments", "fla_forest"])
 def test_no_layer_waits_for_the_device(attention: str, deltanet: str) -> None:
     if deltanet != "reference":
         pytest.importorskip("fla")

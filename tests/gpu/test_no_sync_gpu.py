@@ -107,7 +107,9 @@ def forward_and_backward_strictly(run: Trained, patch: pytest.MonkeyPatch) -> in
 
 @pytest.mark.parametrize("offloaded", ["none", "auto"])
 @pytest.mark.parametrize(
-    ("attention", "deltanet"), [("merged", "fla"), ("joined", "fla_segments"), ("flex", "fla")], ids=lambda name: name
+    ("attention", "deltanet"),
+    [("merged", "fla"), ("joined", "fla_segments"), ("flex", "fla_forest")],
+    ids=lambda name: name,
 )
 def test_no_layer_waits_for_the_device(
     attention: str, deltanet: str, offloaded: str, monkeypatch: pytest.MonkeyPatch

@@ -283,6 +283,7 @@ BROKEN = [
     (["model.attention=joined"], "needs GPUs"),
     (["model.deltanet=fla"], "needs GPUs"),
     (["model.deltanet=fla_segments"], "needs GPUs"),
+    (["model.deltanet=fla_forest"], "needs GPUs"),
     (["model.heads=fused"], "needs GPUs: give slurm.gpus_per_node, or set model.heads=torch"),
     (
         [*COUNTED, "adapter.rank=65"],

@@ -127,6 +127,12 @@ def test_a_kernel_that_searches_one_without_a_pin_and_pins_of_another_set_are_wr
     assert names == sorted(name for name in ran if name != "helper")
 
 
+def test_pins_of_a_convolution_that_is_not_launched_are_not_missed() -> None:
+    listed = {"causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel", "chunk_fwd_kernel_o"}
+    assert kernels.wanted_pins(listed, "fla") == kernels.wanted_pins(listed, "fla_segments") == listed
+    assert kernels.wanted_pins(listed, "fla_forest") == {"chunk_fwd_kernel_o"}
+
+
 def test_kernels_are_made_ready_in_a_phase_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
