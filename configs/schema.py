@@ -191,8 +191,8 @@ class StreamConfig:
     """Record what a block launches on the GPU as CUDA graphs, for each slot and resident block, direction and layout of
     packs, and repeat it by one call: gradients stay the same to the bit, and a visit costs the host next to nothing.
     What comes a first time is launched ordinarily, a second time it is recorded. `on`: an error where there can be none
-    (with `adapter.dropout`, with experts, without a GPU). `auto`: without graphs there. Takes memory of its own:
-    `prefix-train budget` shows how much."""
+    (with `adapter.dropout` unless `adapter.masks` is `counted`, with experts, without a GPU). `auto`: without graphs
+    there. Takes memory of its own: `prefix-train budget` shows how much."""
     graph_layouts: int = 4
     """Layouts of packs (lengths and parents of their segments) whose recordings are kept, those that came last."""
 

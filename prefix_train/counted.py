@@ -29,9 +29,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Draw(NamedTuple):
-    """Where a mask's entries are: of rows from `first_row` on. least: an entry with fewer is dropped."""
+    """Where a mask's entries are: of rows from `first_row` on. least: an entry with fewer is dropped. seed: of 63 bits,
+    or where it is found when the mask is made, int64 [] on the mask's device."""
 
-    seed: int
+    seed: int | Tensor
     first_row: int
     least: int
 
@@ -65,7 +66,7 @@ def _stays(draw: Draw, rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.stack(parts, -1).view(rows, groups * EACH)[:, :columns]
 
 
-def _philox(first: Tensor, second: Tensor, seed: int) -> list[Tensor]:
+def _philox(first: Tensor, second: Tensor, seed: int | Tensor) -> list[Tensor]:
     """Four words of 32 bits in int64."""
     words = [first, second, torch.zeros_like(first), torch.zeros_like(first)]
     keys = [seed & _WORD, (seed >> 32) & _WORD]

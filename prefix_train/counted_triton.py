@@ -32,8 +32,9 @@ def _keep(  # type: ignore[no-untyped-def]
 def _down_kernel(  # type: ignore[no-untyped-def]
     x, a, out, seed, first_row, least, count, rank, of_row,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, ROUNDS: tl.constexpr,
-    EACH: tl.constexpr, EXACT: tl.constexpr,
+    EACH: tl.constexpr, EXACT: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
+    key = tl.load(seed) if HELD else seed
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ranks, places = tl.arange(0, RANK), tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, RANK], tl.float32)
@@ -41,7 +42,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         columns = column + places
         some = (rows < count)[:, None] & (columns < WIDTH)[None, :]
         found = tl.load(x + rows[:, None] * of_row + columns[None, :], mask=some, other=0.0)
-        stays = _keep(seed, first_row + rows, column, least, ROWS, COLUMNS, ROUNDS, EACH)
+        stays = _keep(key, first_row + rows, column, least, ROWS, COLUMNS, ROUNDS, EACH)
         found = tl.where(stays, found, 0.0).to(x.dtype.element_ty)
         factor = tl.load(
             a + ranks[None, :] * WIDTH + columns[:, None],
@@ -57,7 +58,9 @@ def _back_kernel(  # type: ignore[no-untyped-def]
     up, x, a, into, sums, seed, first_row, least, count, rank, of_row, into_row,
     WIDTH: tl.constexpr, STEPS: tl.constexpr, PUT: tl.constexpr, MORE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, RANK: tl.constexpr, ROUNDS: tl.constexpr, EACH: tl.constexpr, EXACT: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
+    key = tl.load(seed) if HELD else seed
     column, part = tl.program_id(0) * COLUMNS, tl.program_id(1)
     columns, ranks = column + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     of_factor = (ranks < rank)[:, None] & (columns < WIDTH)[None, :]
@@ -67,7 +70,7 @@ def _back_kernel(  # type: ignore[no-untyped-def]
         rows = (part.to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         some = (rows < count)[:, None] & (columns < WIDTH)[None, :]
         found = tl.load(x + rows[:, None] * of_row + columns[None, :], mask=some, other=0.0)
-        stays = _keep(seed, first_row + rows, column, least, ROWS, COLUMNS, ROUNDS, EACH)
+        stays = _keep(key, first_row + rows, column, least, ROWS, COLUMNS, ROUNDS, EACH)
         found = tl.where(stays, found, 0.0).to(x.dtype.element_ty)
         grad = tl.load(
             up + rows[:, None] * rank + ranks[None, :],
@@ -90,7 +93,7 @@ def down(x: Tensor, a: Tensor, draw: Draw) -> Tensor:
     out = x.new_empty(count, rank)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _down_kernel[(triton.cdiv(count, ROWS),)](
-            x, a, out, *draw, count, rank, x.stride(0), WIDTH=width, **_constants(rank, x)
+            x, a, out, *draw, count, rank, x.stride(0), WIDTH=width, **_constants(rank, x, draw)
         )
     return out
 
@@ -104,13 +107,13 @@ def back(up: Tensor, x: Tensor, a: Tensor, draw: Draw, into: Tensor | None, more
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _back_kernel[(triton.cdiv(width, COLUMNS), parts)](
             up.contiguous(), x, a, into, sums, *draw, count, rank, x.stride(0), 0 if into is None else into.stride(0),
-            WIDTH=width, STEPS=steps, PUT=into is not None, MORE=more, **_constants(rank, x),
+            WIDTH=width, STEPS=steps, PUT=into is not None, MORE=more, **_constants(rank, x, draw),
         )  # fmt: skip
     return sums.sum(0)
 
 
-def _constants(rank: int, x: Tensor) -> dict[str, int]:
+def _constants(rank: int, x: Tensor, draw: Draw) -> dict[str, int]:
     # A product takes at least 16 of each side.
     wide = max(16, triton.next_power_of_2(rank))
     return {"ROWS": ROWS, "COLUMNS": COLUMNS, "RANK": wide, "ROUNDS": ROUNDS, "EACH": EACH,
-            "EXACT": x.dtype == torch.float32}  # fmt: skip
+            "EXACT": x.dtype == torch.float32, "HELD": isinstance(draw.seed, Tensor)}  # fmt: skip

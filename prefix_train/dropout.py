@@ -28,13 +28,15 @@ class SeededDropout(nn.Module):
     `draw` names (run, update, pack) and is set before each forward by the layer that owns the module. Raises
     RuntimeError in training where it was not: a mask would come from nowhere. `first_row`, a multiple of BLOCK: where
     the rows of the next inputs begin in the pack. counted: its masks are those of `counted`, by which p is rounded.
-    made: how counted masks have been made so far, of IN_REGISTERS and WRITTEN.
+    made: how counted masks have been made so far, of IN_REGISTERS and WRITTEN. held: where counted masks find their
+    seed, int64 [], instead of making it of `draw`: what is launched again and again then need not be told.
     """
 
     def __init__(self, p: float, place: str, counted: bool = False) -> None:
         super().__init__()
         self.p, self.place, self.counted = p, place, counted
         self.draw: str | None = None
+        self.held: Tensor | None = None
         self.first_row = 0
         self.made: set[str] = set()
 
@@ -49,12 +51,12 @@ class SeededDropout(nn.Module):
         """Which entries stay: ones and zeros of the inputs' shape and dtype; None where all do."""
         if not self.training or self.p == 0:
             return None
-        draw = self._require_draw()
         if self.counted:
             self.made.add(WRITTEN)
             columns = inputs.shape[-1]
             rows = inputs.numel() // columns
             return counted.keep(self.drawn(), rows, columns, inputs.device, inputs.dtype).view(inputs.shape)
+        draw = self._require_draw()
         keep = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
         first, odd = divmod(self.first_row, BLOCK)
         if odd:
@@ -66,7 +68,12 @@ class SeededDropout(nn.Module):
 
     def drawn(self) -> counted.Draw:
         """What a counted mask is drawn from."""
-        return counted.Draw(seed_of(self._require_draw(), self.place), self.first_row, counted.least_of(self.p))
+        seed = self.seed(self._require_draw()) if self.held is None else self.held
+        return counted.Draw(seed, self.first_row, counted.least_of(self.p))
+
+    def seed(self, draw: str) -> int:
+        """Of a counted mask, in (run, update, pack)."""
+        return seed_of(draw, self.place)
 
     @property
     def dropped(self) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from prefix_train import dropout
 from prefix_train.dropout import SeededDropout
 from prefix_train.stream.manifest import ALIGNMENT, BlockFile
 
@@ -79,16 +80,44 @@ class Adapters:
             master.grad = grad
 
 
-class Kind:
-    """Blocks that are alike. weights: their adapters' in the dtype that is computed in; grads: in the masters'."""
+class Masks:
+    """A block's dropouts, whose masks are counted."""
 
-    def __init__(self, adapters: Adapters, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layer: nn.Module) -> None:
+        self.dropouts = [one for one in dropout.find(layer) if one.p > 0]
+
+    def seeds(self, draw: str | None) -> list[int]:
+        """In (run, update, pack)."""
+        assert draw is not None or not self.dropouts
+        return [one.seed(draw or "") for one in self.dropouts]
+
+    @contextmanager
+    def finding(self, seeds: Sequence[Tensor]) -> Iterator[None]:
+        """Each finds its seed there."""
+        for one, seed in zip(self.dropouts, seeds, strict=True):
+            one.held = seed
+        try:
+            yield
+        finally:
+            for one in self.dropouts:
+                one.held = None
+
+
+class Kind:
+    """Blocks that are alike. weights: their adapters' in the dtype that is computed in; grads: in the masters'. seeds:
+    int64, of their masks."""
+
+    def __init__(self, adapters: Adapters, masks: Masks, dtype: torch.dtype, device: torch.device) -> None:
         shapes = [tuple(master.shape) for master in adapters.masters]
         masters = adapters.masters[0].dtype if adapters.masters else dtype
         self.weights, self.grads = Flat(shapes, dtype, device), Flat(shapes, masters, device)
+        self.seeds = torch.zeros(len(masks.dropouts), dtype=torch.int64, device=device)
+        self.each_seed = self.seeds.unbind()
 
-    def take(self, adapters: Adapters) -> None:
-        """Let `weights` be this block's."""
+    def take(self, adapters: Adapters, seeds: Tensor) -> None:
+        """Let `weights` be this block's, and `seeds` these."""
+        if len(seeds):
+            self.seeds.copy_(seeds)
         if adapters.masters:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights.parts, list[Tensor](adapters.masters))
@@ -122,9 +151,9 @@ class States:
         self._width = width
 
     @property
-    def nbytes(self) -> int:
-        """Of all of it."""
-        return sum(whole.nbytes for whole in self._whole)
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self._whole[0].device
 
     def of(self, positions: int) -> tuple[Tensor, Tensor, Tensor]:
         """Input, result and gradient, [1, T, D] each. Raises RuntimeError where there is no room."""
@@ -143,7 +172,7 @@ def structure(layer: nn.Module, block: BlockFile) -> tuple[Any, ...]:
     for name, module in layer.named_modules():
         values = {key: repr(value) for key, value in vars(module).items() if key not in OWN and _is_plain(value)}
         if isinstance(module, SeededDropout):
-            values = {"p": repr(module.p)}
+            values = {"p": repr(module.p), "counted": repr(module.counted)}
         tensors = [
             (key, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
             for key, parameter in module._parameters.items()

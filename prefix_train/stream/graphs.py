@@ -14,7 +14,8 @@ does not wait for the device, has no graph of autograd that began outside, and c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from configs.schema import Config
 from prefix_train import unit
 from prefix_train.layout import Layout
 from prefix_train.patch import Handle
-from prefix_train.stream.fixed import Adapters, Call, Kind, States, structure
+from prefix_train.stream.fixed import Adapters, Call, Kind, Masks, States, structure
 from prefix_train.stream.frozen import Frozen
 from prefix_train.stream.manifest import BlockFile
 
@@ -89,6 +90,7 @@ class Block:
     layer: nn.Module
     frozen: Frozen
     adapters: Adapters
+    masks: Masks
     kind: Kind
 
 
@@ -124,7 +126,7 @@ class Case:
     def rise(self, block: Block, memory: Tensor) -> None:
         """`hidden` through a block to `out`."""
         call = self.calls[block.kind]
-        with block.frozen.within(memory), block.adapters.reading(block.kind.weights.parts), torch.no_grad():
+        with self._its_own(block, memory, block.kind.weights.parts), torch.no_grad():
             self.out.copy_(unit.bare(block.layer, self.hidden, *call.args, **call.kwargs))
         self._handle.check_reached(self.layout, block.index)
 
@@ -133,7 +135,7 @@ class Case:
         call = self.calls[block.kind]
         source = self.hidden.detach().requires_grad_(wanted)
         weights = [part.detach().requires_grad_() for part in block.kind.weights.parts]
-        with block.frozen.within(memory), block.adapters.reading(weights):
+        with self._its_own(block, memory, weights):
             with torch.enable_grad():
                 out = unit.bare(block.layer, source, *call.args, recomputing=True, **call.kwargs)
             found = torch.autograd.grad(out, [*weights, source] if wanted else weights, self.grad)
@@ -142,12 +144,22 @@ class Case:
         if wanted:
             self.out.copy_(found[-1])
 
+    @contextmanager
+    def _its_own(self, block: Block, memory: Tensor, weights: Sequence[Tensor]) -> Iterator[None]:
+        """The block reads what lies in `memory`, `weights` for its adapters', and seeds of masks where they stay."""
+        with (
+            block.frozen.within(memory),
+            block.adapters.reading(weights),
+            block.masks.finding(block.kind.each_seed),
+        ):
+            yield
+
 
 class Play:
-    """One pack's pass. leaves: what blocks of each kind are given, its parts in a row."""
+    """One pack's pass. leaves: what blocks of each kind are given, its parts in a row. seeds: of each block's masks."""
 
-    def __init__(self, graphs: Graphs, case: Case, leaves: dict[Kind, list[Any]]) -> None:
-        self._graphs, self._case, self._leaves = graphs, case, leaves
+    def __init__(self, graphs: Graphs, case: Case, leaves: dict[Kind, list[Any]], seeds: Sequence[Tensor]) -> None:
+        self._graphs, self._case, self._leaves, self._seeds = graphs, case, leaves, seeds
 
     def ready(self, index: int, memory: Tensor, wanted: bool | None = None) -> bool:
         """Is it not the first time that block `index` or its like goes this way in this memory? Asked once a visit.
@@ -176,7 +188,7 @@ class Play:
         block = self._graphs.blocks[index]
         self._case.calls[block.kind].fill(self._leaves[block.kind])
         self._case.hidden.copy_(hidden)
-        block.kind.take(block.adapters)
+        block.kind.take(block.adapters, self._seeds[index])
         return block
 
     def release(self) -> None:
@@ -223,7 +235,13 @@ class Graphs:
         self._cases[key] = case
         while len(self._cases) > self._layouts:
             del self._cases[next(iter(self._cases))]  # what is under way is freed when it is over
-        return Play(self, case, leaves)
+        return Play(self, case, leaves, self._draw(layout))
+
+    def _draw(self, layout: Layout) -> Sequence[Tensor]:
+        """Seeds of each block's masks, int64, all of them sent to the device at once."""
+        seeds = [block.masks.seeds(layout.draw) for block in self.blocks]
+        whole = torch.tensor([seed for some in seeds for seed in some], dtype=torch.int64)
+        return torch.split(whole.to(self.states.device, non_blocking=True), [len(some) for some in seeds])
 
     def _by_kind(self, calls: Sequence[Arguments]) -> dict[Kind, Arguments]:
         """What blocks of each kind are given. Raises RuntimeError where two of them are not given the same."""
@@ -266,10 +284,10 @@ def make(
     kinds: dict[tuple[Any, ...], Kind] = {}
     blocks = []
     for index, (layer, file, its) in enumerate(zip(layers, files, frozen, strict=True)):
-        adapters, like = Adapters(layer), structure(layer, file)
+        adapters, masks, like = Adapters(layer), Masks(layer), structure(layer, file)
         if like not in kinds:
-            kinds[like] = Kind(adapters, dtype, device)
-        blocks.append(Block(index, layer, its, adapters, kinds[like]))
+            kinds[like] = Kind(adapters, masks, dtype, device)
+        blocks.append(Block(index, layer, its, adapters, masks, kinds[like]))
     states = States(config.pack.max_positions, width, dtype, device)
     return Graphs(blocks, handle, states, config.stream.graph_layouts, recorder or CudaRecorder(device))
 
@@ -278,8 +296,9 @@ def _hinders(
     config: Config, layers: Sequence[nn.Module], device: torch.device, recorder: Recorder | None
 ) -> str | None:
     """Why launches cannot be recorded."""
-    if config.adapter.dropout:
-        return f"adapter.dropout={config.adapter.dropout:g} has new masks in each update, and a recording keeps its own"
+    adapter = config.adapter
+    if adapter.dropout and adapter.masks != "counted":
+        return f"adapter.dropout={adapter.dropout:g} draws its masks on the host: set adapter.masks=counted"
     if any(type(module).__name__.endswith("Experts") for layer in layers for module in layer.modules()):
         return "which experts compute what is known when it is computed, and a recording does the same again"
     if device.type != "cuda" and recorder is None:

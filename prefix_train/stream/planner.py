@@ -135,7 +135,7 @@ class Plan:
         return CONTEXT + self.recordings
 
     def _graphs(self, found: Budget, activations: list[Term]) -> Iterator[Term]:
-        """What `stream.graphs` takes. A layout's first pass is made without, in memory of its own."""
+        """What `stream.graphs` takes. What comes a first time is computed without, in memory of its own."""
         if not _records(self.config):
             return
         itemsize, hidden = ITEMSIZE[self.config.model.dtype], found.geometry.hidden
@@ -267,7 +267,8 @@ CHANGES = (
 
 def _records(config: Config) -> bool:
     """May launches be recorded?"""
-    return config.stream.graphs != "off" and not config.adapter.dropout and config.slurm.gpus_per_node > 0
+    told = bool(config.adapter.dropout) and config.adapter.masks != "counted"
+    return config.stream.graphs != "off" and not told and config.slurm.gpus_per_node > 0
 
 
 def make(config: Config, shape: Shape | None = None, files: Files | None = None) -> Plan:

@@ -111,9 +111,24 @@ def test_what_is_a_packs_own_is_not_in_the_recording(hybrid: tuple[Any, Store]) 
     assert recorded <= kinds * layouts * directions * len(both.root.ring.slots)
 
 
+@pytest.mark.parametrize("tile_rows", [0, 2048])
+def test_counted_masks_are_new_in_each_update(
+    hybrid: tuple[Any, Store], tile_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their seeds lie where the launches find them. Without these a recording keeps its masks."""
+    made, store = hybrid
+    adapter = {"dropout": 0.3, "masks": "counted"}
+    config = options(torch.bfloat16, stream={"packs_per_visit": 2}, adapter=adapter, memory={"tile_rows": tile_rows})
+    both = streaming.pair(made, store, config, lr=1e-2, recorder=tape.Recorder())
+    assert differences(both, 4) == []
+    take = fixed.Kind.take
+    monkeypatch.setattr(fixed.Kind, "take", lambda self, adapters, seeds: take(self, adapters, seeds[:0]))
+    assert differences(both, 1)
+
+
 def plant_old_weights(patch: pytest.MonkeyPatch) -> None:
     """Adapters are those of the block that was recorded."""
-    patch.setattr(fixed.Kind, "take", lambda self, adapters: None)
+    patch.setattr(fixed.Kind, "take", lambda self, *given: None)
 
 
 def plant_old_arguments(patch: pytest.MonkeyPatch) -> None:
@@ -215,10 +230,12 @@ def test_more_layouts_than_recordings_are_kept_for(hybrid: tuple[Any, Store], ke
     assert counts[2] - counts[1] == counts[1] - counts[0] > 0
 
 
-def test_dropout_draws_new_masks(hybrid: tuple[Any, Store]) -> None:
+def test_masks_that_are_drawn_on_the_host(hybrid: tuple[Any, Store]) -> None:
     made, store = hybrid
     dropping: dict[str, Any] = {"adapter": {"dropout": 0.3}}
-    with pytest.raises(UserError, match=r"stream\.graphs=on: adapter\.dropout=0\.3 has new masks"):
+    with pytest.raises(
+        UserError, match=r"adapter\.dropout=0\.3 draws its masks on the host: set adapter\.masks=counted"
+    ):
         update_of(options(torch.bfloat16, **dropping), made, store)
     assert update_of(options(torch.bfloat16, stream={"graphs": "auto"}, **dropping), made, store).tapes == []
 

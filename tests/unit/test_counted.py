@@ -37,6 +37,13 @@ def test_published_answers_of_philox(counter: int, key: int, words: str, monkeyp
     assert " ".join(f"{int(word):08x}" for word in found) == words
 
 
+def test_a_seed_may_lie_in_memory() -> None:
+    seed = 1 << 61 | 12345
+    told, held = (counted.keep(Draw(one, 6144, 20000), 70, 37, CPU) for one in (seed, torch.tensor(seed)))
+    assert torch.equal(told, held)
+    assert not torch.equal(told, counted.keep(Draw(torch.tensor(seed + 1), 6144, 20000), 70, 37, CPU))
+
+
 def test_a_mask_is_a_function_of_place() -> None:
     whole = counted.keep(Draw(5, 0, 20000), 90, 70, CPU)
     for first, rows, columns in ((0, 90, 70), (33, 20, 70), (64, 26, 9)):
