@@ -103,9 +103,17 @@ def liger(module: str, function: str) -> Callable[..., Any]:
 @contextmanager
 def kernels(cudnn: bool = True, fuses: bool = True) -> Iterator[None]:
     """A GPU's kernels on the meta device. cudnn: its attention, else FlashAttention's. fuses: is Liger there?"""
+
+    def pieces_for(query: Tensor) -> CudaPieces:
+        return CudaPieces(cudnn)
+
+    def runs(inputs: Tensor, elementwise: str) -> bool:
+        return fuses
+
+    # Functions, for a mock would keep the tensors that it is called with.
     with (
-        mock.patch.object(attention, "pieces_for", return_value=CudaPieces(cudnn)),
-        mock.patch.object(fused, "runs", return_value=fuses),
+        mock.patch.object(attention, "pieces_for", pieces_for),
+        mock.patch.object(fused, "runs", runs),
         mock.patch.object(fused, "_liger", liger),
     ):
         yield

@@ -23,9 +23,9 @@ from prefix_train.stream.schedule import reads
 
 MANIFEST = "manifest.json"
 
-CONTEXT = 832 << 20
-"""Bytes that a CUDA context and its libraries take of a GPU besides torch's allocator: 0.81 GiB by the driver of an
-H200, in every row of tests/bench/results/stream.json."""
+CONTEXT = 864 << 20
+"""Bytes that a CUDA context and its libraries take of a GPU besides torch's allocator, and some to spare: 828 to 844
+MiB by the driver of an H200 (tests/bench/LOG.md)."""
 
 FRAGMENTS = 160 << 20
 """Bytes that torch's allocator holds and cannot hand out: 118 and 158 MiB where it ran out (the same rows)."""
@@ -141,11 +141,11 @@ class Plan:
         itemsize, hidden = ITEMSIZE[self.config.model.dtype], found.geometry.hidden
         states = tensor_bytes(3, self.shape.positions, hidden, itemsize=itemsize)
         yield Term("fixed hidden states", states, "gpu", f"3 x {self.shape.positions:,} x {hidden:,} x {itemsize} B")
-        pool = [term for term in activations if term.when == "layer" and term.place == "gpu"]
-        names = " and ".join(term.name for term in pool)
-        yield Term(
-            "pool of the recordings", sum(term.bytes for term in pool) + WORKSPACES, "gpu", f"{names}, once more"
-        )
+        layer = [term for term in activations if term.when == "layer" and term.place == "gpu"]
+        names = ", ".join(term.name for term in layer)
+        # Here a block's output and the gradient that it is given stay while it goes backward.
+        pool = sum(term.bytes for term in layer) + WORKSPACES + states * 2 // 3
+        yield Term("pool of the recordings", pool, "gpu", f"{names} and two hidden states, once more")
         yield Term("recordings", self.recordings, "gpu", f"{self.recordings // RECORDING} of {RECORDING >> 10} KiB")
 
     @property
@@ -321,6 +321,10 @@ def _activations(config: Config, files: Files, found: Budget) -> Iterator[Term]:
             yield replace(term, bytes=packs * term.bytes, formula=f"{packs} packs x ({term.formula})")
         elif term.name in ("one layer recomputed", "gradients in the layer", "logits of a chunk"):
             yield term
+    adapters = next(term for term in found.terms if term.name == "trained parameters").bytes // budget.MASTER_BYTES
+    tables = tensor_bytes(packs * positions, 2 * int(geometry.text["head_dim"]), itemsize=itemsize)
+    copies = tensor_bytes(2 * adapters // geometry.layers, itemsize=itemsize)
+    yield Term("rotary tables, copies", tables + copies, "gpu", f"of {packs} packs; a block's adapters and gradients")
     yield Term("residual stream", packs * one, "gpu", f"{packs} packs: a gradient on the way down")
     width = geometry.hidden * (itemsize + 4)
     what = f"{packs} x {rows:,} rows: inputs and float32 gradient"

@@ -19,7 +19,9 @@ ALL = "adapter.targets=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]
 PACK = ([4096, *[128] * 32], [-1, *[0] * 32])
 DEEP = ([3000, 500, 200, 200, 500, 200], [-1, 0, 1, 1, 0, 4])
 SHORT = ([100, *[32] * 200], [-1, *[0] * 200])
-IN_A_BLOCK = ("layer inputs", "one layer recomputed", "gradients in the layer", "residual stream")
+IN_A_BLOCK = {
+    *("layer inputs", "residual stream", "rotary tables, copies", "one layer recomputed", "gradients in the layer")
+}
 MIB = 1 << 20
 
 NARROW = {"intermediate_size": 2048}
@@ -59,7 +61,7 @@ def test_a_block_takes_what_is_planned(sizes: dict[str, Any], lengths: list[int]
     config = options(sum(lengths), sizes)
     with block_bytes.kernels():
         live = block_bytes.count(config, lengths, parents)
-    assert live.peak == pytest.approx(planned(config, lengths, parents), rel=0.02), live.largest[:20]
+    assert live.peak == pytest.approx(planned(config, lengths, parents), rel=0.05), live.largest[:20]
     assert live.up < live.peak
 
 
@@ -67,14 +69,14 @@ def test_flash_attention_takes_as_much() -> None:
     config = options(sum(PACK[0]), NARROW)
     with block_bytes.kernels(cudnn=False):
         live = block_bytes.count(config, *PACK)
-    assert live.peak == pytest.approx(planned(config, *PACK), rel=0.02), live.largest[:20]
+    assert live.peak == pytest.approx(planned(config, *PACK), rel=0.05), live.largest[:20]
 
 
 def test_without_liger_an_activation_takes_more() -> None:
     config = options(4096, {}, "model.elementwise=torch")
     with block_bytes.kernels(fuses=False):
         live = block_bytes.count(config, [4096], [-1])
-    assert live.peak == pytest.approx(planned(config, [4096], [-1]), rel=0.02), live.largest[:20]
+    assert live.peak == pytest.approx(planned(config, [4096], [-1]), rel=0.05), live.largest[:20]
 
 
 def test_all_heads_at_once_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
