@@ -74,6 +74,22 @@ class ForgetfulCopier(LateCopier):
         return asked
 
 
+class Recording(ForgetfulCopier):
+    """What was asked for, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def start(self, way: Way, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        self.asked.append(way)
+        return super().start(way, targets, sources)
+
+    def wait(self, ticket: Any) -> None:
+        self.asked.append(f"{ticket.way} done")
+        super().wait(ticket)
+
+
 class Trained(NamedTuple):
     stepper: step.Stepper
     offload: offload.Offload | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from configs.errors import UserError
 from prefix_train import budget, dropout, offload, tiny, unit
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import collate, entry_weights
-from prefix_train.copies import Copy, LateCopier, Way
+from prefix_train.copies import Copy, LateCopier
 from tests import models
 from tests.live_bytes import LiveBytes
 from tests.middles import learned, run, some_packs
-from tests.offloading import CHUNK, ForgetfulCopier, backward, fifty_updates, same, taken
+from tests.offloading import CHUNK, ForgetfulCopier, Recording, backward, fifty_updates, same, taken
 
 
 @pytest.fixture(autouse=True)
@@ -142,22 +142,6 @@ def test_a_middle_that_waits_too_little_shows(
     assert same(backward(run(base, packs, "auto", "auto"), packs), right)
     fault(monkeypatch, middles)
     assert not same(backward(run(base, packs, "auto", "auto"), packs), right)
-
-
-class Recording(ForgetfulCopier):
-    """What was asked for, in its order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def start(self, way: Way, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        self.asked.append(way)
-        return super().start(way, targets, sources)
-
-    def wait(self, ticket: Any) -> None:
-        self.asked.append(f"{ticket.way} done")
-        super().wait(ticket)
 
 
 def test_each_copy_has_half_a_layer_of_time() -> None:

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from configs.schema import Config, MemoryConfig
 from prefix_train import budget, model, offload, unit
 from prefix_train.collate import Batch
-from prefix_train.copies import Way
 from tests import batches, models
 from tests.offloading import (
     CHUNK,
     ForgetfulCopier,
+    Recording,
     Trained,
     backward,
     fifty_updates,
@@ -127,22 +127,6 @@ def test_inputs_leave_the_device(offloaded: str, away: list[int], no_collector: 
     del out
     if made.offload is not None:
         assert made.offload.pool.used == 0
-
-
-class Recording(ForgetfulCopier):
-    """What was asked for, in its order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def start(self, way: Way, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        self.asked.append(way)
-        return super().start(way, targets, sources)
-
-    def wait(self, ticket: Any) -> None:
-        self.asked.append(f"{ticket.way} done")
-        super().wait(ticket)
 
 
 def test_each_copy_has_a_layer_of_time() -> None:
