@@ -112,7 +112,8 @@ def forward(
     else:
         query, gate = rotated(query, norms[0], cos, sin, kind.gated)
         heads = [query, rotated(projected[0], norms[1], cos, sin)[0]]
-    out = attend(*(one.transpose(0, 1)[None] for one in (*heads, projected[1])))[0]
+    # Not by index: the gradient of an index is a tensor of zeros with something in it.
+    out = attend(*(one.transpose(0, 1)[None] for one in (*heads, projected[1]))).squeeze(0)
     opened = out.flatten(1) if gate is None else gated(out, gate)
     made: Tensor = module.o_proj(opened[None])
     return made

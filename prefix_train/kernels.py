@@ -25,7 +25,7 @@ import torch
 from configs import kernel_pins
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import budget, compiling, lengths, trial
+from prefix_train import budget, compiling, heads, lengths, trial
 from prefix_train.deltanet import resolve_kernels
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.layer_bytes import mixer_bytes
@@ -171,11 +171,16 @@ def compile_ahead(config: Config, device: torch.device) -> float:
     Comes after `use_pins`. What is not pinned is left to its first launch. Random states stay as they are.
     """
     geometry = searching_kernels(config, device)
-    if geometry is None or "FLA_CONFIG_DIR" not in os.environ:
+    pinned = geometry is not None and "FLA_CONFIG_DIR" in os.environ
+    fused = heads.resolve(config.model.heads, device) == "fused"
+    if not pinned and not fused:
         return 0.0
     began = time.monotonic()
     with suppress(compiling.WouldSearch), torch.random.fork_rng([device]), compiling.without_launching():
-        trial.delta_net(config, geometry, trial.LEAST, device)
+        if fused:
+            trial.heads_of_attention(config, device)
+        if geometry is not None and pinned:
+            trial.delta_net(config, geometry, trial.LEAST, device)
     torch.cuda.synchronize(device)
     return time.monotonic() - began
 

@@ -208,7 +208,7 @@ class Root(nn.Module):
     def _run(self, batch: Batch) -> Out:
         hidden = self.anatomy.body(**self._inputs(batch)).last_hidden_state
         head = self.anatomy.head.weight
-        return Out(*target_losses(hidden[0], batch.targets, head, self.chunk_rows, self.chunk_words))
+        return Out(*target_losses(hidden.squeeze(0), batch.targets, head, self.chunk_rows, self.chunk_words))
 
     def _inputs(self, batch: Batch) -> dict[str, Any]:
         """What the body is given."""

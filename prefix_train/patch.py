@@ -410,7 +410,7 @@ def _delta_net_forward(
     kernels = deltanet_kernels.resolve_kernels(mixer.handle.deltanet, hidden_states.device)
     weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     sizes = (module.key_dim, module.key_dim, module.value_dim)
-    parts = deltanet_kernels.tree_conv_parts(mixed[0], weight, bias, tree, sizes, kernels=kernels)
+    parts = deltanet_kernels.tree_conv_parts(mixed.squeeze(0), weight, bias, tree, sizes, kernels=kernels)
     query, key, value = (part[None] for part in parts)
     decay = -_at_least_float32(module.A_log).exp() * F.softplus(_at_least_float32(a) + module.dt_bias)
     mixed = deltanet_kernels.tree_delta_rule(

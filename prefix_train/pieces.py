@@ -15,6 +15,10 @@ from torch import Tensor
 
 from configs.errors import UserError
 
+GROUPED = False
+"""Does cuDNN get fewer heads of keys than of queries as they are? It takes them, with the same results in the same time
+(16,000 rows); until the whole pack has been measured, each query head gets a copy of its keys and values."""
+
 aten = torch.ops.aten
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -47,14 +51,17 @@ class CpuPieces:
 
 
 class CudaPieces:
-    """torch's cuDNN attention, or its FlashAttention-2 where cuDNN's is slower or not supported."""
+    """torch's cuDNN attention, or its FlashAttention-2 where cuDNN's is slower or not supported.
 
-    def __init__(self, cudnn: bool) -> None:
-        self.cudnn = cudnn
+    grouped: cuDNN gets keys and values as they are; else, as FlashAttention-2, once for each query head.
+    """
+
+    def __init__(self, cudnn: bool, grouped: bool = False) -> None:
+        self.cudnn, self.grouped = cudnn, grouped
 
     def forward(self, inputs: Triple, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         """See Pieces."""
-        query, key, value = _one_head_each(inputs)
+        query, key, value = self._ready(inputs)
         out: Tensor
         if self._suits_cudnn(query, key):
             out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -66,7 +73,7 @@ class CudaPieces:
 
     def backward(self, grad: Tensor, inputs: Triple, out: Tensor, lse: Tensor, scale: float, causal: bool) -> Triple:
         """See Pieces."""
-        query, key, value = _one_head_each(inputs)
+        query, key, value = self._ready(inputs)
         lengths = (query.shape[2], key.shape[2])
         grads: Triple
         if self._suits_cudnn(query, key):
@@ -96,6 +103,9 @@ class CudaPieces:
             )
         return grads
 
+    def _ready(self, inputs: Triple) -> Triple:
+        return inputs if self.grouped and self._suits_cudnn(*inputs[:2]) else _one_head_each(inputs)
+
     def _suits_cudnn(self, query: Tensor, key: Tensor) -> bool:
         # cuDNN refuses a single key, and short pieces are no faster with it.
         return self.cudnn and min(query.shape[2], key.shape[2]) >= 64
@@ -116,7 +126,8 @@ def pieces_for(query: Tensor) -> Pieces:
     hopper = torch.cuda.get_device_capability(query.device) == (9, 0)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     # Heads between 128 and 256 have no backward; 256 itself came with 9.10, on Hopper.
-    return CudaPieces(cudnn=hopper and (cudnn or 0) >= 91000 and (size <= 128 or size == 256))
+    suits = hopper and (cudnn or 0) >= 91000 and (size <= 128 or size == 256)
+    return CudaPieces(cudnn=suits, grouped=GROUPED)
 
 
 def _one_head_each(inputs: Triple) -> Triple:

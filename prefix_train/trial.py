@@ -1,5 +1,5 @@
-"""What runs every kernel of a job without its data: the kernels of one Gated DeltaNet layer, and one update of a model
-that has one layer of each kind."""
+"""What runs every kernel of a job without its data: the kernels of one Gated DeltaNet layer, those around attention's
+heads, and one update of a model that has one layer of each kind."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from configs.schema import Config
-from prefix_train import anatomy, gradients
+from prefix_train import anatomy, gradients, heads
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import collate, entry_weights
 from prefix_train.deltanet import resolve_kernels, tree_conv_parts, tree_delta_rule
 from prefix_train.dist import Ranks
+from prefix_train.families import find_parts
 from prefix_train.geometry import Geometry
 from prefix_train.layout import CHUNK, Layout
 from prefix_train.step import Stepper, update
@@ -50,6 +51,30 @@ def delta_net(config: Config, geometry: Geometry, tokens: int, device: torch.dev
     beta = torch.full((1, tokens, value_heads), 0.5, dtype=dtype, device=device, requires_grad=True)
     out = tree_delta_rule(query, key, value, decay, beta, layout, kernels=kernels)
     out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
+
+
+def heads_of_attention(config: Config, device: torch.device) -> None:
+    """Forward and backward of the kernels around attention's heads, for queries and for keys of one layer.
+
+    Launches only. Nothing where the model has no attention; NotExact where these kernels do not compute it.
+    """
+    parts = find_parts(distinct_layers(config, torch.device("meta")))
+    if not parts.attention:
+        return
+    (name, module), *_ = parts.attention.items()
+    kind, dtype = heads.kinds(parts)[name], models.DTYPES[config.model.dtype]
+    rotary = 2 * len(parts.decoder.rotary_emb.inv_freq)
+    cos, sin = torch.ones(2, LEAST, rotary, dtype=dtype, device=device)
+    for projection, norm, with_gate in ((module.q_proj, "q_norm", kind.gated), (module.k_proj, "k_norm", False)):
+        width = module.head_dim * (1 + with_gate)
+        x = torch.randn(LEAST, projection.out_features // width, width, dtype=dtype, device=device, requires_grad=True)
+        how = heads.Norm.of(getattr(module, norm)) if kind.normed else None
+        if how is not None:
+            weight = torch.ones(module.head_dim, dtype=dtype, device=device)
+            how = how._replace(weight=weight.requires_grad_(config.train.trainable == "all"))
+        out, gate = heads.rotated(x * 1, how, cos, sin, with_gate)
+        out = out.flatten(1) if gate is None else heads.gated(out, gate)
+        out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
 
 
 def whole_update(config: Config, tokens: int, device: torch.device) -> None:

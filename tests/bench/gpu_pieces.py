@@ -9,6 +9,7 @@ OUT is written anew after every figure; what the limit leaves out is named there
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import statistics
 import sys
@@ -18,18 +19,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, apply_rotary_pos_emb
 
 from configs import runfolder
-from prefix_train import bench_kernels, bench_measure, frozen
+from prefix_train import bench_kernels, bench_measure, frozen, fused, pieces
+from prefix_train import heads as heads_kernels
 from prefix_train.attention import tree_attention
 from prefix_train.deltanet import tree_conv, tree_conv_parts, tree_delta_rule
 from prefix_train.dropout import SeededDropout
 from prefix_train.layout import Layout
-from prefix_train.pieces import CudaPieces
 
 ODD = ([333, 70, 1, 129, 65, 2], [-1, 0, 1, 0, 3, 0])
 """A forest whose lengths suit no kernel's blocks."""
@@ -249,39 +252,97 @@ def plans(report: Report) -> None:
 
 
 def grouped(report: Report) -> None:
-    """Whether cuDNN takes fewer key heads than query heads as they are, and what that saves."""
+    """Keys and values once for each query head, or as they are, which cuDNN takes: over the pack, however heads lie."""
     sizes, device = report.sizes, report.device
-    if device.type != "cuda":
-        return
-    layout = Layout.from_tree([sizes.prefix // 4], [-1]).to(device)
-    inputs: Any = tuple(x.detach() for x in attention_inputs(sizes, layout))
-    grad = draw(device, 1, layout.total, *sizes.heads[::2]).transpose(1, 2)
-    kernels = CudaPieces(cudnn=True)
-    out, lse = kernels.forward(inputs, 0.06, True)
-    wanted = [out, lse, *kernels.backward(grad, inputs, out, lse, 0.06, True)]
-    groups = sizes.heads[0] // sizes.heads[1]
-    wanted[3:] = [x.view(1, sizes.heads[1], groups, *x.shape[2:]).sum(2, dtype=torch.float32) for x in wanted[3:]]
-    aten = torch.ops.aten
-    seed = torch.zeros((), dtype=torch.int64, device=device)
-
-    def native() -> list[Tensor]:
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, True, False, scale=0.06)
-        lengths = (layout.total, layout.total)
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            grad, *inputs, out, lse, seed, seed, None, None, None, *lengths, 0.0, True, scale=0.06
-        )
-        return [out, lse.view(wanted[1].shape), *grads]
-
-    try:
-        found = errors(native(), wanted)
-    except RuntimeError as error:
-        report.note("grouped", "native", {"refused": str(error).splitlines()[0]})
-        return
-    repeated = report.seconds(lambda: kernels.backward(grad, inputs, *kernels.forward(inputs, 0.06, True), 0.06, True))
-    report.note("grouped", "native", {"errors": found, **report.seconds(native), "repeated_s": repeated["median_s"]})
+    name = "joined" if device.type == "cuda" else "merged"
+    odd = Layout.from_tree(*ODD).to(device)
+    of, grad = attention_inputs(sizes, odd), draw(device, 1, odd.total, *sizes.heads[::2], seed=9)
+    truth = attend("dense", odd, [x.detach().double().requires_grad_() for x in of], grad)
+    layout = star(sizes, sizes.star, device)
+    grads = draw(device, 1, layout.total, *sizes.heads[::2], seed=9)
+    for native in (False, True):
+        how = "native" if native else "one head each"
+        with patch.object(pieces, "GROUPED", native):
+            found = errors(attend(name, odd, of, grad), truth)
+            report.note("grouped", f"gate, {how}", {"out_q_k_v": found, "passed": max(found) < 1e-2})
+            for first in ("tokens", "heads") if max(found) < 1e-2 else ():
+                if not report.enough("grouped", f"star, {how}, {first} first"):
+                    continue
+                given = attention_inputs(sizes, layout)
+                if first == "heads":
+                    given = [x.detach().contiguous().requires_grad_() for x in given]
+                whole = partial(attend, name, layout, given, grads)
+                figures: dict[str, Any] = report.seconds(whole)
+                with torch.no_grad():
+                    figures["forward_s"] = report.seconds(partial(attend, name, layout, given, None))["median_s"]
+                figures |= bench_kernels.launched(whole, device, 25)
+                report.note("grouped", f"star, {how}, {first} first", figures)
 
 
-PARTS = {part.__name__: part for part in (attention, adapter, convolution, recurrence, plans, grouped)}
+def around_attention(
+    how: str, norms: Sequence[nn.Module], of: Sequence[Tensor], cos: Tensor, sin: Tensor
+) -> list[Tensor]:
+    """Query, key and what the gate lets through. of: projections of queries with gates and of keys, [T, H, ...], and
+    what attention gave. how: `model.heads`."""
+    query_gate, key, attended = of
+    if how == "fused":
+        query, gate = heads_kernels.rotated(query_gate, heads_kernels.Norm.of(norms[0]), cos, sin, True)
+        key, _ = heads_kernels.rotated(key, heads_kernels.Norm.of(norms[1]), cos, sin)
+        assert gate is not None
+        return [query, key, heads_kernels.gated(attended, gate)]
+    query, gate = query_gate[None].chunk(2, dim=-1)
+    turned = [norm(x).transpose(1, 2) for norm, x in zip(norms, (query, key[None]), strict=True)]
+    turned = apply_rotary_pos_emb(*turned, cos[None], sin[None])
+    opened = attended.flatten(1) * torch.sigmoid(gate.reshape(len(attended), -1))
+    return [*(x.transpose(1, 2).squeeze(0) for x in turned), opened]
+
+
+def heads(report: Report) -> None:
+    """Norm, rotary embedding and gate: the model's own operations with Liger's norms, and one kernel before and behind.
+
+    Backward of the latter writes over its inputs: for their times they are what the last repetition left.
+    """
+    sizes, device = report.sizes, report.device
+    (count, keys, size), kernels = sizes.heads, ["torch", "fused"] if device.type == "cuda" else ["torch"]
+    norms = [Qwen3_5RMSNorm(size, eps=1e-6).to(device, torch.bfloat16) for _ in range(2)]
+    for norm in norms:
+        nn.init.normal_(norm.weight, 0.0, 0.3).requires_grad_(False)
+    wide = [copy.deepcopy(norm).double() for norm in norms]
+    for norm in norms:
+        norm.forward = fused.Norm(norm, "auto", norm.forward)
+
+    def run(how: str, rows: int, wider: bool = False, graph: bool = True) -> list[Tensor]:
+        shapes = [(rows, count, 2 * size), (rows, keys, size), (rows, count, size)]
+        of = [kept.setdefault((n, *shape), draw(device, *shape, seed=n)) for n, shape in enumerate(shapes)]
+        tables = [kept.setdefault((n, rows), draw(device, rows, size // 4, seed=n)) for n in (3, 4)]
+        if wider:
+            of, tables = [x.double() for x in of], [x.double() for x in tables]
+        of = [x.detach().requires_grad_(graph) for x in of]
+        found = around_attention(how, wide if wider else norms, of, *tables)
+        if not graph:
+            return found
+        grads = [kept.setdefault((9, *x.shape), draw(device, *x.shape, seed=9)).to(x.dtype) for x in found]
+        return [*(x.detach() for x in found), *torch.autograd.grad(found, of, grads)]
+
+    rows, passed, bounds = 2048 + 77, [], [1e-3] * 6
+    for how in kernels:
+        kept: dict[tuple[int, ...], Tensor] = {}
+        truth = [x.clone() for x in run("torch", rows, wider=True)]
+        found = errors(run(how, rows), truth)
+        good = all(error <= bound for error, bound in zip(found, bounds, strict=True)) if how == "fused" else True
+        bounds = [max(1.02 * error, 1e-3) for error in found]
+        report.note("heads", f"gate, {how}", {"q_k_out_and_gradients": found, "passed": good})
+        passed += [how] if good else []
+    for how in passed:
+        if report.enough("heads", how):
+            kept = {}
+            whole = partial(run, how, sizes.prefix + sizes.star[0] * sizes.star[1])
+            figures: dict[str, Any] = report.seconds(whole)
+            figures["forward_s"] = report.seconds(partial(whole, graph=False))["median_s"]
+            report.note("heads", how, {**figures, **bench_kernels.launched(whole, device, 25)})
+
+
+PARTS = {part.__name__: part for part in (attention, adapter, convolution, recurrence, plans, grouped, heads)}
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""Liger's kernels against transformers' own operations on CUDA: outputs and every gradient."""
+"""Liger's kernels and ours against transformers' own operations on CUDA: outputs and every gradient."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from prefix_train import frozen, fused
+from prefix_train import frozen, fused, heads
 from prefix_train.dropout import SeededDropout, counted_masks
+from tests import head_oracle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,3 +135,47 @@ def test_masks_in_registers(dtype: torch.dtype) -> None:
     for true, slow, fast in zip(*found, strict=True):
         floor = 2e-6 if dtype == torch.float32 else 1e-3
         assert error(fast, true) <= max(1.2 * error(slow, true), floor)
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[None]:
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("shape", head_oracle.SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_heads(shape: Any, dtype: torch.dtype) -> None:
+    """Norm, rotary embedding and gate of heads: in 16 bits the model's own bits, but where the order of additions moves
+    a number over a border; the gate's gradient and a weight's are rounded fewer times."""
+    fast, slow, truth = head_oracle.all_ways(shape, dtype)
+    for mine, theirs, true in zip(fast, slow, truth, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        floor = 2e-6 if dtype == torch.float32 else 1e-3
+        assert head_oracle.error(mine, true) <= max(1.02 * head_oracle.error(theirs, true), floor)
+    if dtype != torch.float32:
+        for mine, theirs in zip(fast[:4], slow[:4], strict=True):
+            assert float((mine != theirs)[..., : shape[2]].double().mean()) < 0.005
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_heads_of_more_than_two_to_the_31_elements() -> None:
+    """212,000 rows of 24 heads of query and gate: the last rows have what they have by themselves."""
+    count, size, last = 212_000, 256, 1000
+    x = torch.randn(count, 24, 2 * size, dtype=torch.bfloat16)
+    cos, sin = torch.rand(2, count, 64, dtype=torch.bfloat16)
+    norm = heads.Norm(torch.rand(size, dtype=torch.bfloat16), 1e-6, "zero_centred")
+    other, grad = torch.randn(2, count, 24, size, dtype=torch.bfloat16)
+
+    def of(rows: slice) -> list[Tensor]:
+        leaf, through = x[rows].clone().requires_grad_(), other[rows].clone().requires_grad_()
+        out, gate = heads.rotated(leaf * 1, norm, cos[rows], sin[rows], True)
+        assert gate is not None
+        opened = heads.gated(through, gate)
+        grads = torch.autograd.grad([out, opened], [leaf, through], [grad[rows], grad[rows].flatten(1)])
+        return [one.detach()[-last:].clone() for one in (out, opened, *grads)]
+
+    whole = of(slice(None))
+    torch.cuda.empty_cache()
+    assert all(map(torch.equal, whole, of(slice(count - last, None))))
