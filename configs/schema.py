@@ -31,9 +31,10 @@ class ModelConfig:
     ways to its convolution: over a buffer in which each segment follows a copy of what it reads before it; of each
     segment by itself (`fla_segments`); of the whole forest by a kernel of our own, without any copies, for widths up to
     4 (`fla_forest`, not measured yet); or by causal-conv1d (`fla_cuda`)."""
-    elementwise: Literal["auto", "torch", "liger"] = "auto"
+    elementwise: Literal["auto", "torch", "liger", "fused"] = "auto"
     """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only); `auto`: Liger's where
-    it is installed."""
+    it is installed. `fused`: Liger's, and one kernel each for a residual sum and its norm, for a norm's gradient and
+    the one that comes beside it, and for a gated norm."""
     heads: Literal["torch", "fused"] = "torch"
     """Norm, rotary embedding and output gate of attention's heads: transformers' own operations, or one kernel before
     attention and one behind it (`fused`, CUDA and Triton only; models that it does not know are refused)."""

@@ -1,6 +1,7 @@
 """Norms and gated activations in one kernel each, through Liger, where the tensors are on CUDA and Liger is installed.
 
 Elsewhere the module's own forward runs, tile by tile. Liger's kernels search for nothing, so there is nothing to pin.
+With `model.elementwise=fused` norms are computed by `norms`, what they read or scale beside them in the same kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
+from prefix_train import norms
 
 ZERO_CENTRED = frozenset({"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"})
 """Norms that scale by 1 + weight, all in float32."""
@@ -32,18 +34,21 @@ GATED = frozenset({"Qwen3_5RMSNormGated", "Qwen3_5MoeRMSNormGated", "Qwen3NextRM
 ROW, LEAST = 4096, 256
 """Elements of a row that an element-wise kernel is given, and fewest for which rows are made anew."""
 
+WITH_LIGER = ("liger", "fused")
+"""What `model.elementwise` is where kernels of this module run; `fused` has Liger's gated activation."""
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def resolve(elementwise: str, device: torch.device) -> str:
-    """What `model.elementwise` (`auto`, `torch` or `liger`) means on `device`. UserError for what cannot run."""
+    """What `model.elementwise` (`auto`, `torch`, `liger`, `fused`) means on `device`. UserError for what cannot run."""
     there = importlib.util.find_spec("liger_kernel") is not None
     if elementwise == "auto":
         return "liger" if there and device.type == "cuda" else "torch"
-    if elementwise == "liger" and device.type != "cuda":
-        raise UserError(f"model.elementwise=liger runs on CUDA, not on {device.type}: set model.elementwise=auto")
-    if elementwise == "liger" and not there:
-        raise UserError("model.elementwise=liger: pip install liger-kernel, or set it to auto")
+    if elementwise in WITH_LIGER and device.type != "cuda":
+        raise UserError(f"model.elementwise={elementwise} runs on CUDA, not on {device.type}: set it to auto")
+    if elementwise in WITH_LIGER and not there:
+        raise UserError(f"model.elementwise={elementwise}: pip install liger-kernel, or set it to auto")
     return elementwise
 
 
@@ -59,7 +64,14 @@ class Norm:
         eps = getattr(module, "variance_epsilon", None)
         self.eps = float(module.eps if eps is None else eps)
 
+    @property
+    def how(self) -> norms.Norm:
+        """What it computes, with the weight that the module holds at this moment."""
+        return norms.Norm(self.module.weight, self.eps, self.mode == "gemma")
+
     def __call__(self, *inputs: Tensor) -> Tensor:
+        if self.gated and one_kernel(inputs[0], self.elementwise):
+            return norms.gated(inputs[0], inputs[1], self.how)
         if not runs(inputs[0], self.elementwise):
             return self.otherwise(*inputs)
         norm: Any = _liger("rms_norm", "LigerRMSNormFunction")
@@ -93,7 +105,12 @@ def knows_activation(block: Any) -> bool:
 
 def runs(inputs: Tensor, elementwise: str) -> bool:
     """Do fused kernels compute these inputs?"""
-    return inputs.is_cuda and inputs.dtype in DTYPES and resolve(elementwise, inputs.device) == "liger"
+    return inputs.is_cuda and inputs.dtype in DTYPES and resolve(elementwise, inputs.device) in WITH_LIGER
+
+
+def one_kernel(inputs: Tensor, elementwise: str) -> bool:
+    """Does a norm's kernel compute what these inputs are read or scaled beside, too?"""
+    return runs(inputs, elementwise) and elementwise == "fused"
 
 
 def silu_mul(gate: Tensor, other: Tensor) -> Tensor:

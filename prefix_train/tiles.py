@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from prefix_train import dropout, frozen, fused, products, together, unit
+from prefix_train import dropout, frozen, fused, products, residual, together, unit
 from prefix_train.anatomy import Anatomy
 from prefix_train.halves import MIXERS
 
@@ -72,6 +72,7 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
         for name, mixer in layer.named_children():
             if name in MIXERS:
                 together.install(mixer, rows)
+        residual.install(layer, elementwise)
 
 
 def _normalises(name: str, module: nn.Module) -> bool:

@@ -125,6 +125,12 @@ def keep_middle(found: Anatomy, keep: str) -> None:
         forward.halves = UnitForward(mixer, recompute=True), UnitForward(feed_forward, recompute=True)
 
 
+def compute_by(layer: nn.Module, replace: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let something else compute `layer`, and its halves: `replace(module, forward)` takes the place of `forward`."""
+    for forward in (_forward_of(layer), *(_forward_of(layer).halves or ())):
+        forward._inner = replace(forward.module, forward._inner)
+
+
 def keeps_middle(layer: nn.Module) -> bool:
     """Does this layer keep what lies between its token mixer and its feed-forward?"""
     return _forward_of(layer).halves is not None

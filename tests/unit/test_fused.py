@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from configs.errors import UserError
-from configs.schema import Config, TrainConfig
-from prefix_train import anatomy, frozen, fused, model
+from configs.schema import Config, ModelConfig, TrainConfig
+from prefix_train import anatomy, frozen, fused, model, residual, unit
 from tests import models
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -28,14 +28,27 @@ def test_auto_means_liger_where_it_can_run(installed: bool) -> None:
     assert fused.resolve("auto", CPU) == fused.resolve("torch", CUDA) == "torch"
 
 
-def test_what_cannot_run_is_refused(installed: bool) -> None:
+@pytest.mark.parametrize("kind", ["liger", "fused"])
+def test_what_cannot_run_is_refused(kind: str, installed: bool) -> None:
     with pytest.raises(UserError, match="runs on CUDA"):
-        fused.resolve("liger", CPU)
+        fused.resolve(kind, CPU)
     if installed:
-        assert fused.resolve("liger", CUDA) == "liger"
+        assert fused.resolve(kind, CUDA) == kind
     else:
         with pytest.raises(UserError, match="install liger-kernel"):
-            fused.resolve("liger", CUDA)
+            fused.resolve(kind, CUDA)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_one_kernel_for_sums_and_norms_is_refused_where_a_layer_is_not_known(family: str) -> None:
+    base = models.build(family, torch.float32)
+    config = Config(train=TrainConfig(trainable="all"), model=ModelConfig(elementwise="fused"))
+    if family.startswith("olmo"):
+        with pytest.raises(UserError, match="does not compute what Olmo"):
+            model.prepare(base, config)
+    else:
+        layers = anatomy.find(model.prepare(base, config)).layers
+        assert all(isinstance(unit._forward_of(layer)._inner, residual.Layer) for layer in layers)
 
 
 def test_every_norm_and_activation_of_the_families_is_known() -> None:
