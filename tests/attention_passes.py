@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from configs.schema import AdapterConfig, Config, ModelConfig
 from prefix_train import attention, fused, heads, joined, model, pieces, unit
 from prefix_train.layout import Layout
 from tests import models
+from tests.live_bytes import LiveBytes
 
 GEOMETRY = {"hidden_size": 80, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16}
 """In the proportions of 27B: 24 query heads for 4 of keys, 6,144 for a hidden state of 5,120."""
@@ -115,10 +116,10 @@ def _where() -> str:
     return "autograd" if node is None else str(node.name())
 
 
-def of_attention(how: str, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+def of_attention(how: str, grouped: bool, monkeypatch: pytest.MonkeyPatch, live: LiveBytes | None = None) -> list[Pass]:
     """Of one attention layer of a tiny hybrid as prepared for training, recomputed, on stand-ins for a GPU's kernels.
 
-    how: `model.heads`. grouped: do pieces take fewer heads of keys than of queries?
+    how: `model.heads`. grouped: do pieces take fewer heads of keys than of queries? live: is told what is alive.
     """
     base = models.build("qwen3_5_text", **GEOMETRY, rope_parameters=ROTARY)
     layout = Layout.from_tree(*STAR)
@@ -136,7 +137,7 @@ def of_attention(how: str, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> li
     hidden, grad = torch.randn(2, 1, layout.total, GEOMETRY["hidden_size"])
     given = {"position_embeddings": tables, "attention_mask": None, "layout": layout}
     assert root.copies is not None
-    with root.copies, unit._forward_of(layer).copies, passes:
+    with root.copies, unit._forward_of(layer).copies, passes, live or nullcontext():
         out, _ = checkpoint(mixer, hidden.requires_grad_(), use_reentrant=False, context_fn=unit._contexts, **given)
         with passes.backward():
             out.backward(grad)

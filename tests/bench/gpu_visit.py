@@ -41,7 +41,7 @@ from configs.nodefolder import private_folder
 PERIOD = Path(__file__).parents[1] / "data" / "period-27b.yaml"
 PAIR = ("slurm.tasks_per_node=2", "slurm.gpus_per_node=2", "pack.packs_per_update=2")
 GPU_TESTS = "tests/gpu"
-NEWEST = ("model.attention=joined", "model.deltanet=fla_forest", "adapter.masks=counted")
+NEWEST = ("model.attention=joined", "model.deltanet=fla_forest", "adapter.masks=counted", "model.heads=fused")
 """Kernels that are not the default before they have been measured."""
 WAITING = ("memory.offload=auto", "memory.keep_attention=auto")
 CLOCKS = ("nvidia-smi", "--query-gpu=timestamp,index,clocks.sm,power.draw,clocks_event_reasons.active",
@@ -220,7 +220,7 @@ def kernels(visit: Visit) -> None:
     visit.stage(
         [
             Part("mixers", tests(f"{GPU_TESTS}/test_mixers_gpu.py", "-k", newest), 240, "0"),
-            Part("fused", tests(f"{GPU_TESTS}/test_fused_gpu.py", "-k", "registers"), 80, "0"),
+            Part("fused", tests(f"{GPU_TESTS}/test_fused_gpu.py", "-k", "registers or heads"), 110, "0"),
             Part("large", tests(f"{GPU_TESTS}/test_large_gpu.py"), 150, "0"),
             Part("no_sync", tests(f"{GPU_TESTS}/test_no_sync_gpu.py"), 150, "0"),
         ],

@@ -15,6 +15,7 @@ import torch
 from prefix_train import heads
 from tests import attention_passes
 from tests.attention_passes import Pass
+from tests.live_bytes import LiveBytes
 
 NEEDED = {"piece": "attention itself", "join": "its pieces' outputs become one", "piece_back": "attention itself",
           "add": "its pieces' gradients of queries become one"}  # fmt: skip
@@ -97,6 +98,17 @@ def test_pieces_that_take_fewer_heads_of_keys(found: Found) -> None:
     passes = found("fused", grouped=True)
     assert names(passes) == {(name, name) for name in FUSED}
     assert sizes(passes) == {"forward": 5.3, "recomputation": 5.3, "backward": 8.5}
+
+
+def test_no_more_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the worst moment, with all that a layer keeps for its backward."""
+    peaks = {}
+    for how in ("torch", "fused"):
+        live = LiveBytes()
+        with monkeypatch.context() as patched:
+            attention_passes.of_attention(how, False, patched, live)
+        peaks[how] = live.peak
+    assert peaks["fused"] <= peaks["torch"]
 
 
 def test_a_gradient_taken_by_index_would_show(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
