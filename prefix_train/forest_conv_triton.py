@@ -1,7 +1,8 @@
-"""The kernels of `forest_conv`. A thread holds 8 channels of a row, 16 bytes in 16 bits, and a program is one warp.
+"""The kernels of `forest_conv`. A thread holds 16 bytes of a row, and a program is one warp.
 
-Four rows are loaded before the first of them is used, and more programs fit on a processor than it takes to hide that.
-The window of the last three rows moves on by four rows at a time: no row is copied from register to register.
+Four rows are on their way while the four before them are computed: a compiler that is left to itself sinks loads to
+where they are used, and waits for each. The window of the last three rows moves on by four rows at a time: no row is
+copied from register to register.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 256
-"""Channels of one program."""
+BYTES = 512
+"""Of a row in one program."""
 
 EACH, NARROW = 32, 64
 """Slots that are added at a time, and channels of a program that adds."""
@@ -40,6 +41,14 @@ def _offset(bias, columns, some, BIASED: tl.constexpr):  # type: ignore[no-untyp
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _read(at, row, of_row, some, real):  # type: ignore[no-untyped-def]
     return tl.load(at + row * of_row, mask=some & real, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _read_four(at, row, of_row, some, limit):  # type: ignore[no-untyped-def]
+    """Rows from `row` on, as far as they are below the limit."""
+    a, b = _read(at, row, of_row, some, row < limit), _read(at, row + 1, of_row, some, row + 1 < limit)
+    c, d = _read(at, row + 2, of_row, some, row + 2 < limit), _read(at, row + 3, of_row, some, row + 3 < limit)
+    return a, b, c, d
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -83,11 +92,11 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     x, out = x + columns, out + columns
     first, second = _read_before(x, entry, x_row, some, 1), _read_before(x, entry, x_row, some, 2)
     third = _read_before(x, entry, x_row, some, 3)
+    next_a, next_b, next_c, next_d = _read_four(x, start, x_row, some, start + count)
     for step in range(0, count, 4):
         row = start + step
-        a, b = _read(x, row, x_row, some, step < count), _read(x, row + 1, x_row, some, step + 1 < count)
-        c, d = _read(x, row + 2, x_row, some, step + 2 < count), _read(x, row + 3, x_row, some, step + 3 < count)
-        a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+        a, b, c, d = next_a.to(tl.float32), next_b.to(tl.float32), next_c.to(tl.float32), next_d.to(tl.float32)
+        next_a, next_b, next_c, next_d = _read_four(x, row + 4, x_row, some, start + count)
         found = _product(third, second, first, a, tap3, tap2, tap1, tap0, offset)
         _write(out, row, out_row, some, step < count, found, SILU)
         found = _product(second, first, a, b, tap3, tap2, tap1, tap0, offset)
@@ -102,11 +111,10 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _through(grad, product, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
     """Gradient of what the activation was given."""
-    found = grad.to(tl.float32)
     if SILU:
         share = _sigmoid(product)
-        found = found * (share + product * share * (1.0 - share))
-    return found
+        grad = grad * (share + product * share * (1.0 - share))
+    return grad
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -147,15 +155,14 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     due1, due2, due3 = none, none, none
     sum0, sum1, sum2, sum3, sum_offset = none, none, none, none, none
     limit = tl.minimum(end, tl.load(entry) + count + 3)
+    next_a, next_b, next_c, next_d = _read_four(x, start, x_row, some, limit)
+    next_p, next_q, next_r, next_s = _read_four(grad, start, grad_row, some, limit)
     for step in range(0, count + 3, 4):
         row = start + step
-        a, b = _read(x, row, x_row, some, row < limit), _read(x, row + 1, x_row, some, row + 1 < limit)
-        c, d = _read(x, row + 2, x_row, some, row + 2 < limit), _read(x, row + 3, x_row, some, row + 3 < limit)
-        p = _read(grad, row, grad_row, some, row < limit)
-        q = _read(grad, row + 1, grad_row, some, row + 1 < limit)
-        r = _read(grad, row + 2, grad_row, some, row + 2 < limit)
-        s = _read(grad, row + 3, grad_row, some, row + 3 < limit)
-        a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+        a, b, c, d = next_a.to(tl.float32), next_b.to(tl.float32), next_c.to(tl.float32), next_d.to(tl.float32)
+        p, q, r, s = next_p.to(tl.float32), next_q.to(tl.float32), next_r.to(tl.float32), next_s.to(tl.float32)
+        next_a, next_b, next_c, next_d = _read_four(x, row + 4, x_row, some, limit)
+        next_p, next_q, next_r, next_s = _read_four(grad, row + 4, grad_row, some, limit)
         p = _through(p, _product(third, second, first, a, tap3, tap2, tap1, tap0, offset), SILU)
         found = _product(due3, due2, due1, p, tap0, tap1, tap2, tap3, none)
         _give(found, step - 3, entry, start, count, tail, of_x, of_x_row, slots, slot_row, columns, some)
@@ -209,11 +216,12 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tensor, silu: bool, out: Tensor) -> None:
     """Of one part of the channels. x, out: [T, size]. weight: [size, W]. bias: [size]. tiles: `Tables.tiles`."""
-    blocks = triton.cdiv(x.shape[1], COLUMNS)
+    columns = BYTES // x.element_size()
+    blocks = triton.cdiv(x.shape[1], columns)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _forward_kernel[(blocks * len(tiles),)](
             x, weight, bias, out, tiles, x.stride(0), weight.stride(0), out.stride(0), x.shape[1], blocks,
-            WIDTH=weight.shape[1], BIASED=bias is not None, SILU=silu, ENTRY=tiles.shape[1], COLUMNS=COLUMNS,
+            WIDTH=weight.shape[1], BIASED=bias is not None, SILU=silu, ENTRY=tiles.shape[1], COLUMNS=columns,
             num_warps=1,
         )  # fmt: skip
 
@@ -235,12 +243,13 @@ def backward(
     """
     (_, size), width = x.shape, weight.shape[1]
     sums = torch.empty(len(tiles), width + 1, size, dtype=torch.float32, device=x.device) if learned else None
-    blocks = triton.cdiv(size, COLUMNS)
+    columns = BYTES // x.element_size()
+    blocks = triton.cdiv(size, columns)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _backward_kernel[(blocks * len(tiles),)](
             grad, x, weight, bias, of_x, slots, sums, tiles, grad.stride(0), x.stride(0), weight.stride(0),
             of_x.stride(0), slots.stride(0), size, blocks, WIDTH=width, BIASED=bias is not None, SILU=silu,
-            LEARNED=learned, ENTRY=tiles.shape[1], COLUMNS=COLUMNS, num_warps=1,
+            LEARNED=learned, ENTRY=tiles.shape[1], COLUMNS=columns, num_warps=1,
         )  # fmt: skip
     return sums
 

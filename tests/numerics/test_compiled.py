@@ -56,16 +56,17 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_convolution_for_hopper(compiled: dict[str, Any], tmp_path: Path) -> None:
-    """Rows are read and written 16 bytes at a time: 7 of x and 4 of its output, 11 and 4 of the gradients and 8 halves
-    of rows in float32. Besides, the taps are read one by one, once for all rows, and numbers of the table."""
+    """Rows are read and written 16 bytes at a time: 3 before a tile, 4 more, and in the loop 4, and 4 of the output; in
+    backward twice 4 and 4, and 4 of twice the size. Besides, taps are read one by one, once for all rows of a tile, and
+    numbers of the table."""
     from triton import knobs
 
     assert {name: memory(kernel) for name, kernel in compiled.items() if name != "_add_kernel"} == {
-        "_forward_kernel": {"ld v4.b32": 7, "ld b16": 32, "ld b32": 5, "st v4.b32": 4},
-        "_backward_kernel": {"ld v4.b32": 11, "ld b16": 32, "ld b32": 11, "st v4.b32": 12},
+        "_forward_kernel": {"ld v4.b32": 11, "ld b16": 32, "ld b32": 5, "st v4.b32": 4},
+        "_backward_kernel": {"ld v4.b32": 19, "ld b16": 32, "ld b32": 11, "st v4.b32": 12},
     }
     assert compiled.keys() == {"_forward_kernel", "_backward_kernel", "_add_kernel"}
-    for name, registers in (("_forward_kernel", 102), ("_backward_kernel", 168), ("_add_kernel", 64)):
+    for name, registers in (("_forward_kernel", 128), ("_backward_kernel", 255), ("_add_kernel", 64)):
         given = tmp_path / f"{name}.ptx"
         given.write_text(compiled[name].asm["ptx"])
         program = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(given), "-o", str(tmp_path / "out")]
@@ -73,7 +74,7 @@ def test_convolution_for_hopper(compiled: dict[str, Any], tmp_path: Path) -> Non
         assert "0 bytes spill stores, 0 bytes spill loads" in said
         used = re.search(r"Used (\d+) registers", said)
         assert used is not None
-        assert int(used[1]) <= registers, name  # 20, 12 and 32 warps of a processor's 65,536
+        assert int(used[1]) <= registers, name  # 16, 8 and 32 warps of a processor's 65,536
 
 
 def memory(kernel: Any) -> dict[str, int]:
