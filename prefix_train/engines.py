@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from prefix_train.offload import Offload
 from prefix_train.stream import engine, planner
 from prefix_train.stream.engine import Streamed
 from prefix_train.stream.store import Store
+from prefix_train.stream.whole import Check
 
 
 def load(config: Config, whole: bool = False) -> tuple[PreTrainedModel, Any]:
@@ -27,7 +30,7 @@ def load(config: Config, whole: bool = False) -> tuple[PreTrainedModel, Any]:
     whole: with all weights, also where they would pass through: those that the store gives.
     """
     if config.engine == "stream":
-        return engine.load(config.model, open_store(config), whole)
+        return engine.load(config.model, open_store(config, every_byte=whole), whole)
     return models.load(config.model)
 
 
@@ -36,11 +39,29 @@ def prepare(model: PreTrainedModel, config: Config) -> nn.Module:
     return (engine.prepare if config.engine == "stream" else models.prepare)(model, config)
 
 
-def open_store(config: Config) -> Store:
-    """The store that `config` names. UserError where there is none, or where it is damaged."""
+def open_store(config: Config, every_byte: bool = False) -> Store:
+    """The store that `config` names. UserError where there is none, or where it is damaged.
+
+    every_byte: hashes are compared too, unless `stream.check` is `size`.
+    """
     if config.stream.store is None:
         raise UserError("engine=stream needs stream.store: make one with `prefix-train stream build`")
-    return Store.open(Path(config.stream.store))
+    return Store.open(Path(config.stream.store), config.stream.check if every_byte else "size")
+
+
+@contextmanager
+def checking(config: Config) -> Iterator[Check | None]:
+    """Within it the run's store is read in threads, and `Check.wait` says whether it is whole; none with
+    `stream.check=size`, or where weights do not stream.
+    """
+    if config.engine != "stream" or config.stream.check == "size":
+        yield None
+        return
+    check = Check(open_store(config))
+    try:
+        yield check
+    finally:
+        check.close()
 
 
 def make_root(

@@ -31,6 +31,7 @@ from prefix_train.recorder import Recorder
 from prefix_train.render import Renderer
 from prefix_train.report import Reporter, Update, memory_bytes
 from prefix_train.step import Stepper, StepResult, learning_rate, update
+from prefix_train.stream.whole import Check
 from prefix_train.tensors import TensorError, digest, full_tensors
 
 
@@ -66,7 +67,8 @@ def main(run: Path) -> int:
 
 def live(run: Path, config: Config, ranks: dist.Ranks, beat: Heartbeat, stop: StopRequest) -> outcome.Closing | None:
     """One life of the run on this rank; what it leaves when training is complete, none where it was asked to stop."""
-    life = Life(run, config, ranks, beat)
+    with engines.checking(config) as check:
+        life = Life(run, config, ranks, beat, check)
     with life.reporter:
         return life.close() if life.train(stop) else None
 
@@ -94,9 +96,11 @@ class StopRequest:
 
 
 class Life:
-    """One process's part of a run, from loading to the end of training."""
+    """One process's part of a run, from loading to the end of training. check: of the store that weights come from."""
 
-    def __init__(self, run: Path, config: Config, ranks: dist.Ranks, beat: Heartbeat) -> None:
+    def __init__(
+        self, run: Path, config: Config, ranks: dist.Ranks, beat: Heartbeat, check: Check | None = None
+    ) -> None:
         self.run, self.config, self.ranks, self.beat = run, config, ranks, beat
         ranks.together(lambda: prepare_data(config) if ranks.rank == 0 else None)
         model, processor = ranks.together(lambda: engines.load(config))
@@ -108,12 +112,16 @@ class Life:
         self.skipped = [*examples.skipped, *(self.heldout.skipped if self.heldout else [])]
         images = self.feed.images or bool(self.heldout and self.heldout.images)
         self.model = ranks.together(lambda: engines.prepare(model, config))
+        # Before the pace is measured: both read the disk.
+        checked = None if check is None else ranks.together(check.wait)
         self.root, self.offload = engines.make_root(self.model, config, ranks, images, self._largest_pack())
         self.parameters = anatomy.trainable(self.model)
         self.optimizer = make_optimizer(self.parameters, config)
         self.hash_before = digest(full_tensors(self.parameters, keep=ranks.rank == 0))
         self.heldout_losses: dict[int, float] = {}
         self.cursor = self._resume()
+        if checked is not None:
+            self.reporter.say(checked)
         self.stepper = self._make_stepper()
 
     def _largest_pack(self) -> Shape:

@@ -192,7 +192,7 @@ def of_store(config: Config) -> Iterator[Block]:
     """The model as the streaming engine computes with it. UserError where the store is not this model's."""
     if config.engine != "stream":
         raise UserError("--weights store: the run has none, it trained with engine=sharded; leave it out")
-    store = engines.open_store(config)
+    store = engines.open_store(config, every_byte=True)
     engine.load(config.model, store)  # says so where the store is another model's
     return (_unpacked(store, block) for block in store.blocks)
 

@@ -38,7 +38,7 @@ class Store:
         for block in store.blocks:
             store.check_file(block)
         if check == "hash":
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
                 for _ in pool.map(store.check_bytes, store.blocks):
                     pass
         return store

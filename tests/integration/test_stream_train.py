@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -164,6 +166,39 @@ def test_a_store_of_another_model_is_refused(
     other_dtype = replace(options(data, stores["nf4"]), model=ModelConfig(build=MODEL))
     with pytest.raises(UserError, match=r"is read in float32: set model\.dtype=float32"):
         life(tmp_path / "dtype", other_dtype, monkeypatch)
+
+
+def test_a_flipped_bit_stops_a_run_before_its_first_update(
+    data: Path, stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / "store"
+    shutil.copytree(stores["plain"], damaged)
+    block = engines.open_store(options(data, damaged)).by_name["block.3"]
+    stored, _, part = list(block.parts)[-1]
+    path = damaged / block.file
+    content = bytearray(path.read_bytes())
+    content[part.offset + 5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"block\.3: .*{stored.name}.*: expected sha256 .*, found ") as found:
+        life(tmp_path / "run", options(data, damaged), monkeypatch)
+    assert "\n" not in str(found.value)
+    assert report.read_metrics(tmp_path / "run") == []
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert life(tmp_path / "unchecked", options(data, damaged, check="size"), monkeypatch) == 0
+    with pytest.raises(UserError, match=r"block\.3: .*: expected sha256 "):
+        engines.load(options(data, damaged), whole=True)
+
+
+def test_a_run_says_that_its_store_is_whole(
+    data: Path,
+    stores: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = replace(options(data, stores["plain"]), train=TrainConfig(updates=1, save_every=0, warmup_updates=0))
+    assert life(tmp_path / "run", config, monkeypatch) == 0
+    assert re.search(r"store: 8 files, 0\.00 GB, every byte as it was written; read in", capsys.readouterr().err)
 
 
 def test_the_export_is_loaded_by_peft(
