@@ -15,8 +15,10 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from prefix_train import frozen, fused, heads
+from prefix_train import frozen, fused, heads, pieces
+from prefix_train.attention import tree_attention
 from prefix_train.dropout import SeededDropout, counted_masks
+from prefix_train.layout import Layout
 from tests import head_oracle
 
 pytestmark = [
@@ -179,3 +181,24 @@ def test_heads_of_more_than_two_to_the_31_elements() -> None:
     whole = of(slice(None))
     torch.cuda.empty_cache()
     assert all(map(torch.equal, whole, of(slice(count - last, None))))
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kernels", ["merged", "joined"])
+def test_heads_of_keys_that_several_heads_of_queries_read(
+    kernels: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN gets keys and values once for each query head, or as they are."""
+    torch.manual_seed(6)
+    monkeypatch.setattr(pieces, "GROUPED", native)
+    layout = Layout.from_tree([333, 70, 1, 129, 65, 65, 2], [-1, 0, 1, 0, 3, 3, 0]).to(torch.device("cuda"))
+    of = [torch.randn(1, layout.total, count, 256, dtype=torch.bfloat16).transpose(1, 2) for count in (24, 4, 4)]
+    grad = torch.randn(1, layout.total, 24, 256, dtype=torch.bfloat16)
+    found = []
+    for how, dtype in ((kernels, torch.bfloat16), ("dense", torch.float64)):
+        given = [x.detach().to(dtype).requires_grad_() for x in of]
+        out = tree_attention(*given, layout, 0.06, how)
+        found.append([out.detach(), *torch.autograd.grad(out, given, grad.to(dtype))])
+    for mine, true in zip(*found, strict=True):
+        assert error(mine, true) < 1e-2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -46,9 +47,10 @@ for name, given in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def compiled() -> list[str]:
-    """PTX of every case. In a process of its own: Triton decides once whether it interprets."""
+    """PTX of every case. In a process of its own: Triton decides as it is imported whether it interprets."""
     program = [sys.executable, "-c", PROGRAM, json.dumps(CASES)]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(program, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
