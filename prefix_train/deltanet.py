@@ -19,7 +19,7 @@ from prefix_train.convolution import tree_conv, tree_conv_parts
 from prefix_train.layout import Group, Layout
 from prefix_train.sums import sum_runs
 
-__all__ = ["resolve_kernels", "tree_conv", "tree_conv_parts", "tree_delta_rule"]
+__all__ = ["resolve_kernels", "tree_conv", "tree_conv_parts", "tree_delta_rule", "tree_delta_rule_parts"]
 
 KERNELS = ("reference", "fla", "fla_segments", "fla_forest", "fla_cuda")
 """All but the first compute the recurrence alike and differ in the convolution."""
@@ -57,6 +57,19 @@ def tree_delta_rule(
     The state is float32, with `reference` float64 where the value is; returns [1, T, HV, V] in the value's dtype.
     Raises ValueError where the shapes do not match the layout or the states of one call would exceed 512 MiB.
     """
+    return _whole(tree_delta_rule_parts(query, key, value, g, beta, layout, kernels))
+
+
+def tree_delta_rule_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    layout: Layout,
+    kernels: str = "reference",
+) -> list[Tensor]:
+    """`tree_delta_rule`, its positions in parts that follow each other, as they have been computed."""
     if query.shape[:2] != (1, layout.total):
         raise ValueError(f"the layout has {layout.total} positions, but the delta rule got {tuple(query.shape[:2])}")
     _limit_states(key, value, layout)
@@ -68,15 +81,16 @@ def tree_delta_rule(
     repeats = value.shape[2] // key.shape[2]
     query, key = (_normalise(x.to(wide)).repeat_interleave(repeats, 2) for x in (query, key))
     inputs = [query * key.shape[3] ** -0.5, key, value.to(wide), g.to(wide), beta.to(wide)]
-    return _over_levels(inputs, layout, chunked.delta_rule).to(value.dtype)
+    return [part.to(value.dtype) for part in _over_levels(inputs, layout, chunked.delta_rule)]
 
 
-def _over_levels(inputs: list[Tensor], layout: Layout, rule: Any) -> Tensor:
+def _over_levels(inputs: list[Tensor], layout: Layout, rule: Any) -> list[Tensor]:
     """Run `rule` over all groups of segments, depth by depth. inputs: query, key, value, g, beta, each [1, T, ...]."""
     if not layout.in_level_order:
         inputs = [_reorder(x, layout.level_order, layout.level_inverse) for x in inputs]
     sizes = [group.tokens for group in layout.groups()]
-    parts = zip(*(torch.split(x, sizes, 1) for x in inputs), strict=True)
+    # Where there is one group its gradients need not be put together.
+    parts = zip(*([x] if len(sizes) == 1 else torch.split(x, sizes, 1) for x in inputs), strict=True)
     outputs = []
     stored: Tensor | None = None
     for level in layout.levels:
@@ -88,8 +102,13 @@ def _over_levels(inputs: list[Tensor], layout: Layout, rule: Any) -> Tensor:
             if final is not None:
                 finals.append(final)
         stored = torch.cat(finals) if finals else None
-    together = torch.cat(outputs, 1)
-    return together if layout.in_level_order else _reorder(together, layout.level_inverse, layout.level_order)
+    if layout.in_level_order:
+        return outputs
+    return [_reorder(_whole(outputs), layout.level_inverse, layout.level_order)]
+
+
+def _whole(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class _Inherit(Function):

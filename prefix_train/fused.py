@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,12 +71,23 @@ class Norm:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if self.gated and one_kernel(inputs[0], self.elementwise):
-            return norms.gated(inputs[0], inputs[1], self.how)
+            return norms.gated([inputs[0]], inputs[1], self.how)
         if not runs(inputs[0], self.elementwise):
             return self.otherwise(*inputs)
         norm: Any = _liger("rms_norm", "LigerRMSNormFunction")
         out: Tensor = norm.apply(inputs[0], self.module.weight, self.eps, self.offset, self.mode, False)
         return silu_mul(inputs[1], out) if self.gated else out
+
+
+def gated_norm(module: nn.Module, parts: Sequence[Tensor], gate: Tensor) -> Tensor:
+    """A gated norm of heads whose input's positions are in parts, [1, n, heads, D] each. gate: [1, T, heads, D].
+    Returns as many elements as the gate has."""
+    norm = module.forward
+    if len(parts) > 1 and isinstance(norm, Norm) and norm.gated and one_kernel(parts[0], norm.elementwise):
+        return norms.gated(parts, gate, norm.how)
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
+    out: Tensor = module(*(one.reshape(-1, gate.shape[-1]) for one in (whole, gate)))
+    return out
 
 
 class FeedForward:

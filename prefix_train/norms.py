@@ -10,8 +10,10 @@ the norm reads, a scale for each row, and the gate. Kernels in Triton, which sea
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -37,9 +39,9 @@ def of_sum(hidden: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     return found
 
 
-def gated(x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
-    """norm(x) * silu(gate), both [..., D]; the norm is none that is centred."""
-    out: Tensor = _Gated.apply(x, gate, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+def gated(parts: Sequence[Tensor], gate: Tensor, norm: Norm) -> Tensor:
+    """norm(x) * silu(gate), [..., D]; the norm is none that is centred. parts: of x, whose rows follow each other."""
+    out: Tensor = _Gated.apply(gate, norm.weight, norm.eps, *parts)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -64,17 +66,33 @@ class _Rows(Function):
 
 class _Gated(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, gate, ctx.eps = x.contiguous(), gate.contiguous(), eps
-        ctx.save_for_backward(x, gate, weight)
-        out: Tensor = _kernels().gated(x, gate, weight, eps)
+    def forward(ctx: Any, gate: Tensor, weight: Tensor, eps: float, *parts: Tensor) -> Tensor:
+        gate, whole, ctx.eps = gate.contiguous(), [part.contiguous() for part in parts], eps
+        ctx.save_for_backward(gate, weight, *whole)
+        out = torch.empty_like(gate)
+        for part, of_part, into in zip(whole, _along(whole, gate), _along(whole, out), strict=True):
+            _kernels().gated(part, of_part, weight, eps, into)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _kernels().gated_backward(grad.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.needs_input_grad[2])
-        return (*found, None)
+        gate, weight, *parts = ctx.saved_tensors
+        of_gate, of_parts, learned = torch.empty_like(gate), [], []
+        rows = zip(parts, *(_along(parts, one) for one in (grad.contiguous(), gate, of_gate)), strict=True)
+        for part, grads, gates, into in rows:
+            given = grads, part, gates, weight, ctx.eps, into, ctx.needs_input_grad[1]
+            of_part, sums = _kernels().gated_backward(*given)
+            of_parts.append(of_part)
+            learned.append(sums)
+        of_weight = torch.stack(learned).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return of_gate, of_weight, None, *of_parts
+
+
+def _along(parts: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
+    """The rows of `whole`, [rows, D], that belong to each part."""
+    width = whole.shape[-1]
+    return list(torch.split(whole.view(-1, width), [part.numel() // width for part in parts]))
 
 
 def _kernels() -> Any:

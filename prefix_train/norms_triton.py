@@ -148,22 +148,21 @@ def rows_backward(
     return into, None if sums is None else sums.sum(0).to(weight.dtype)
 
 
-def gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `norms.gated`."""
-    width, out = x.shape[-1], torch.empty_like(x)
+def gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See `norms.gated`; put into `out`."""
+    width = x.shape[-1]
     count, (block, each) = x.numel() // width, _of_step(width)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gated_kernel[(triton.cdiv(count, each),)](
             x, gate, weight, out, count, eps, WIDTH=width, BLOCK=block, ROWS=each, num_warps=4
         )
-    return out
 
 
 def gated_backward(
-    grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, learns: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, of the gate, and of the weight where it learns."""
-    width, of_x, of_gate = x.shape[-1], torch.empty_like(x), torch.empty_like(gate)
+    grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, of_gate: Tensor, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x, and, in float32, of the weight where it learns; the gate's is put into `of_gate`."""
+    width, of_x = x.shape[-1], torch.empty_like(x)
     count, (block, each) = x.numel() // width, _of_step(width)
     steps = triton.cdiv(triton.cdiv(count, each), PARTS) if learns else 1
     parts = triton.cdiv(triton.cdiv(count, each), steps)
@@ -173,7 +172,7 @@ def gated_backward(
             grad, x, gate, weight, of_x, of_gate, sums, count, steps, eps,
             WIDTH=width, BLOCK=block, ROWS=each, LEARNS=learns, num_warps=4,
         )  # fmt: skip
-    return of_x, of_gate, None if sums is None else sums.sum(0).to(weight.dtype)
+    return of_x, None if sums is None else sums.sum(0)
 
 
 def _of_step(width: int) -> tuple[int, int]:

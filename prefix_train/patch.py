@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prefix_train import attention as attention_kernels
 from prefix_train import deltanet as deltanet_kernels
+from prefix_train import fused
 from prefix_train import heads as heads_kernels
 from prefix_train.families import (
     ROUTER_LOSS,
@@ -413,7 +414,7 @@ def _delta_net_forward(
     parts = deltanet_kernels.tree_conv_parts(mixed.squeeze(0), weight, bias, tree, sizes, kernels=kernels)
     query, key, value = (part[None] for part in parts)
     decay = -_at_least_float32(module.A_log).exp() * F.softplus(_at_least_float32(a) + module.dt_bias)
-    mixed = deltanet_kernels.tree_delta_rule(
+    parts = deltanet_kernels.tree_delta_rule_parts(
         query.reshape(1, tree.total, -1, module.head_k_dim),
         key.reshape(1, tree.total, -1, module.head_k_dim),
         value.reshape(1, tree.total, -1, module.head_v_dim),
@@ -422,8 +423,7 @@ def _delta_net_forward(
         tree,
         kernels=kernels,
     )
-    gates = z.reshape(-1, module.head_v_dim)
-    normed: Tensor = getattr(module, kind.norm)(mixed.reshape(-1, module.head_v_dim), gates)
+    normed = fused.gated_norm(getattr(module, kind.norm), parts, z)
     output: Tensor = getattr(module, kind.out)(normed.view(1, tree.total, -1))
     return output
 

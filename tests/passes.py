@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,14 +95,12 @@ class Passes(TorchDispatchMode):
                 yield from self._counted(tree_leaves(given))
 
 
-def of_layer(family: str, kind: str, drop: float = 0.3, **memory: Any) -> list[Pass]:
+def of_layer(family: str, kind: str, examples: Sequence[int] = range(7)) -> list[Pass]:
     """The passes of one layer that has `kind`, linear_attn or self_attn: forward, recomputation and backward. A hidden
-    state has HIDDEN columns; `nbytes` are in tensors of hidden states, in thousandths."""
+    state has HIDDEN columns; `nbytes` are in tensors of hidden states, in thousandths. examples: of `batches.make`."""
     base = models.build(family)
-    packs = batches.batches(batches.make(base, 7), [[0, 1, 2, 3, 4, 5, 6]])
-    config = Config(
-        adapter=AdapterConfig(rank=2, dropout=drop, targets=TARGETS), memory=MemoryConfig(tile_rows=TILE, **memory)
-    )
+    packs = batches.batches(batches.make(base, 7), [list(examples)])
+    config = Config(adapter=AdapterConfig(rank=2, dropout=0.3, targets=TARGETS), memory=MemoryConfig(tile_rows=TILE))
     prepared = model.prepare(base, config)
     for name, parameter in anatomy.trainable(prepared).items():
         if "lora_B" in name:

@@ -74,7 +74,7 @@ def test_rows(shape: tuple[int, ...], kind: Any, learns: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["frozen", "learns"])
-@pytest.mark.parametrize("shape", [(1, 8), (131, 8), (67, 33)])
+@pytest.mark.parametrize("shape", [(2, 8), (131, 8), (67, 33)])
 def test_a_gated_norm(shape: tuple[int, ...], learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms_triton, "PARTS", 2)
     monkeypatch.setattr(norms_triton, "ELEMENTS", 512)
@@ -82,7 +82,8 @@ def test_a_gated_norm(shape: tuple[int, ...], learns: bool, monkeypatch: pytest.
     for dtype, bound in BOUNDS.items():
         given = leaves([drawn(*shape, seed=seed, dtype=dtype) for seed in (1, 2)], dtype)
         module = module_of(Qwen3_5RMSNormGated, shape[-1], dtype, learns)
-        out = norms.gated(*given, Norm(module.weight, 1e-6, False))
+        sizes = [1, len(given[0]) - 1]
+        out = norms.gated(torch.split(given[0], sizes), given[1], Norm(module.weight, 1e-6, False))
         truth = in_float64(lambda own, x: (own(*x),), given, module, weights)
         for found, true in zip(gradients((out,), given, module, weights), truth, strict=True):
             assert found.dtype == dtype

@@ -15,6 +15,9 @@ from tests import passes
 from tests.passes import Pass
 
 KINDS = ["linear_attn", "self_attn"]
+PREFIX_OF_THREE = (0, 2, 4)
+"""Examples of one prefix: two groups of segments, in the order in which they are computed."""
+
 ADDITION = 3000
 """Two tensors are read, one is written."""
 
@@ -68,15 +71,41 @@ def rows_backward(
     return through.add_(of_total), None
 
 
+def gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """`norms_triton.gated` by torch's operations."""
+    x = x.view(gate.shape)
+    out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight * torch.nn.functional.silu(gate))
+
+
+def gated_backward(
+    grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float, of_gate: Tensor, learns: bool
+) -> tuple[Tensor, None]:
+    """In place of `norms_triton.gated_backward`: its values are not looked at here."""
+    of_gate.copy_(grad)
+    return grad.clone().view(x.shape), None
+
+
+def with_one_kernel(patch: pytest.MonkeyPatch) -> None:
+    """As with model.elementwise=fused."""
+    kernels = SimpleNamespace(rows=rows, rows_backward=rows_backward, gated=gated, gated_backward=gated_backward)
+    patch.setattr(fused, "one_kernel", lambda *_: True)
+    patch.setattr(norms, "_kernels", lambda: kernels)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_residual_sums_are_not_passes_of_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With model.elementwise=fused but one is left: the last of a layer, whose norm is the next one's."""
     assert of_residual(passes.of_layer("qwen3_5_text", kind)) == {"forward": 2, "recomputation": 1, "backward": 2}
-    monkeypatch.setattr(fused, "one_kernel", lambda *_: True)
-    monkeypatch.setattr(norms, "gated", lambda x, gate, how: norm_of_heads(x, gate, how))
-    monkeypatch.setattr(norms, "_kernels", lambda: SimpleNamespace(rows=rows, rows_backward=rows_backward))
+    with_one_kernel(monkeypatch)
     assert of_residual(passes.of_layer("qwen3_5_text", kind)) == {"forward": 1, "recomputation": 0, "backward": 0}
 
 
-def norm_of_heads(x: Tensor, gate: Tensor, how: norms.Norm) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + how.eps) * how.weight * torch.nn.functional.silu(gate)
+def test_heads_of_several_groups_are_not_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def together_made() -> list[str]:
+        found = passes.of_layer("qwen3_5_text", "linear_attn", PREFIX_OF_THREE)
+        places = ("fused.gated_norm", "deltanet._whole")
+        return [one.phase for one in found if one.kind == "concatenations" and one.where in places]
+
+    assert together_made() == ["forward", "recomputation"]
+    with_one_kernel(monkeypatch)
+    assert together_made() == []

@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from prefix_train import dropout, together
+from prefix_train import dropout, frozen, together
 from prefix_train.dropout import SeededDropout
 from prefix_train.together import Member
 from tests import batches, models
+from tests.live_bytes import LiveBytes
 from tests.numerics.test_frozen import Products
 from tests.offloading import backward, trained
 
@@ -156,6 +157,24 @@ def test_rows_are_kept_for_adapters_alone() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
             installed(made(targets, 0.4, False))(x)
         assert (x.data_ptr() in kept) == bool(targets)
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=len)
+def test_no_more_is_alive_at_a_time(targets: list[str]) -> None:
+    """Than with each module by itself, its adapter in tiles."""
+    peaks = []
+    for grouped in (False, True):
+        mixer = made(targets, 0.4, False)
+        for name in targets:
+            module = getattr(mixer, name)
+            module.forward = frozen.Adapted(module, 4, lambda _: pytest.fail("not what is written out"))
+        mine = installed(mixer) if grouped else mixer
+        x = torch.randn(1, 64, WIDTH, dtype=torch.float64, requires_grad=True)
+        with LiveBytes() as counted:
+            outs = mine(x * 1)
+            sum(out.sum() for out in outs).backward()
+        peaks.append(counted.peak)
+    assert peaks[1] <= peaks[0]
 
 
 FAMILIES = [name for name in models.FAMILIES if name not in models.WITH_VISION]
