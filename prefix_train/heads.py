@@ -103,18 +103,19 @@ def forward(
     [1, T, Hq, D].
     """
     size, count = module.head_dim, hidden.shape[1]
-    projected = [layer(hidden).view(count, -1, size) for layer in (module.k_proj, module.v_proj)]
     query = module.q_proj(hidden).view(count, -1, size * (1 + kind.gated))
-    norms = [Norm.of(module.q_norm), Norm.of(module.k_norm)] if kind.normed else [None, None]
-    cos, sin = (table[0] for table in tables)
-    if not getattr(module, "use_rope", True):  # SmolLM3 leaves some layers' heads as they are
-        heads, gate = [query, projected[0]], None
-    else:
-        query, gate = rotated(query, norms[0], cos, sin, kind.gated)
-        heads = [query, rotated(projected[0], norms[1], cos, sin)[0]]
+    key, value = (layer(hidden).view(count, -1, size) for layer in (module.k_proj, module.v_proj))
+    gate: Tensor | None = None
+    if getattr(module, "use_rope", True):  # SmolLM3 leaves some layers' heads as they are
+        cos, sin = (table[0] for table in tables)
+        of_query, of_key = (Norm.of(module.q_norm), Norm.of(module.k_norm)) if kind.normed else (None, None)
+        query, gate = rotated(query, of_query, cos, sin, kind.gated)
+        key, _ = rotated(key, of_key, cos, sin)
     # Not by index: the gradient of an index is a tensor of zeros with something in it.
-    out = attend(*(one.transpose(0, 1)[None] for one in (*heads, projected[1]))).squeeze(0)
+    out = attend(*(one.transpose(0, 1)[None] for one in (query, key, value))).squeeze(0)
+    del query, key, value
     opened = out.flatten(1) if gate is None else gated(out, gate)
+    del out, gate
     made: Tensor = module.o_proj(opened[None])
     return made
 

@@ -100,8 +100,11 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
-@pytest.mark.parametrize("trainable", ["adapter", "all"])
-@pytest.mark.parametrize("family", ["llama", "smollm3", "mixtral", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "trainable"),
+    [(family, "adapter") for family in models.FAMILIES if not family.startswith("olmo")]
+    + [(family, "all") for family in ("llama", "qwen3", "qwen3_5")],
+)
 def test_a_model_learns_the_same(family: str, trainable: str) -> None:
     fast, slow = (update_of(family, how, trainable, torch.float32) for how in ("fused", "torch"))
     assert worst(fast, slow) < 2e-5
@@ -137,6 +140,7 @@ def test_kernels_are_compiled_ahead(geometry: str, count: int, monkeypatch: pyte
         return kernels(name)
 
     monkeypatch.setattr(heads, "_kernels", noted)
+    monkeypatch.setattr(trial, "LEAST", 9)
     config = compose.load(bench_pack.geometry_file(geometry), ["model.dtype=float32"])
     trial.heads_of_attention(config, torch.device("cpu"))
     assert launched.count("rotate") == launched.count("rotate_back") == 2
