@@ -84,11 +84,11 @@ class Ranks:
             json.loads(part[: int(length)].cpu().numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)
         ]
 
-    def require_same(self, what: str, value: str) -> None:
-        """Raise Disagreement on every rank unless all hold the same `value`."""
+    def require_same(self, what: str, value: str, letters: int = 16) -> None:
+        """Raise Disagreement on every rank unless all hold the same `value`; so many letters of it tell a reader."""
         held = self.gather(value)
         if len(set(held)) > 1:
-            lines = ", ".join(f"rank {rank}: {one[:16]}" for rank, one in enumerate(held))
+            lines = ", ".join(f"rank {rank}: {one[:letters]}" for rank, one in enumerate(held))
             raise Disagreement(f"ranks disagree on {what}: {lines}")
 
     def barrier(self) -> None:

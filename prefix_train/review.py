@@ -59,8 +59,13 @@ class Evaluation:
         return any(re.match(r"evaluate\.metrics\b", change) for change in self.changes)
 
     def name(self, config: Config, checkpoint_folder: Path | None) -> str:
-        """Of the folder of what is found: the same for the same checkpoint, data and options. config: of `config`."""
+        """Of the folder of what is found: the same for the same checkpoint, data and options. config: of `config`.
+
+        Never a checkpoint's name alone: that is the folder of what the run found itself, at its end.
+        """
         name = checkpoint_folder.name if checkpoint_folder is not None else "base"
+        if checkpoint_folder is not None and self.data is None and not self.changes:
+            return f"{name}-later"
         if self.data is not None:
             slug = re.sub(r"[^\w.-]+", "_", self.data.stem)[:48]
             name += f"-{slug}-{_short(os.path.abspath(self.data))}"
@@ -144,7 +149,7 @@ def evaluate(run: Path, asked: Evaluation) -> dict[str, Any]:
     with dist.joined(own.watch.collective_timeout_s) as ranks:
         config, folder = ranks.together(lambda: _what(run, own, asked))
         place = run / runfolder.EVALUATIONS / asked.name(config, folder)
-        ranks.require_same("what to evaluate", place.name)
+        ranks.require_same("what to evaluate", place.name, letters=120)
         first = ranks.rank == 0
         files = place if asked.has_metrics else run / runfolder.METRIC_FILES
         if asked.has_metrics:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -30,9 +30,9 @@ class Prediction:
     loss: float | None = None
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """`evaluations/<name>/summary.json`, and some predictions."""
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """`evaluations/<name>/summary.json`, which may have more, under any other name."""
 
     update: int
     data: str
@@ -40,8 +40,14 @@ class Evaluation:
     heldout_loss: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     mistake: str | None = None
-    name: str = ""
-    predictions: tuple[Prediction, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Summary):
+    """A summary, its folder's name, and some predictions: nothing that the file says of these is taken for them."""
+
+    name: str
+    predictions: tuple[Prediction, ...]
 
 
 def read(reader: Reader) -> tuple[Evaluation, ...]:
@@ -57,9 +63,10 @@ def read(reader: Reader) -> tuple[Evaluation, ...]:
     found = []
     for name in names:
         place = f"{runfolder.EVALUATIONS}/{name}"
-        one = reader.json(f"{place}/summary.json", Evaluation, f"{place}/summary.json: not there")
+        one = reader.json(f"{place}/summary.json", Summary, f"{place}/summary.json: not there")
         if one is not None:
-            found.append(replace(one, name=name, predictions=_predictions(reader, f"{place}/predictions.jsonl")))
+            predictions = _predictions(reader, f"{place}/predictions.jsonl")
+            found.append(Evaluation(**vars(one), name=name, predictions=predictions))
     return tuple(sorted(found, key=lambda one: (one.update, one.name)))
 
 

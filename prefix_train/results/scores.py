@@ -42,11 +42,11 @@ def table(found: Sequence[Evaluation]) -> Table | None:
 
 
 def sample(found: Sequence[Evaluation]) -> Table | None:
-    """Some predictions of the newest evaluation of the run's own data, wrong ones first."""
-    own = [one for one in found if one.predictions]
-    if not own:
+    """Some predictions of the latest evaluation, of several of them the run's own, wrong ones first."""
+    answered = [one for one in found if one.predictions]
+    if not answered:
         return None
-    last = own[-1]
+    last = max(answered, key=lambda one: (one.update, -len(one.name)))  # of later ones it is the name's beginning
     wrong = [one for one in last.predictions if not _right(one)]
     right = [one for one in last.predictions if _right(one)]
     chosen = wrong[: max(SAMPLE * 3 // 4, SAMPLE - len(right))]

@@ -19,6 +19,7 @@ from prefix_train import cli, dist, evaluate, metrics, outcome, review, tiny, tr
 from prefix_train import model as models
 from prefix_train.heldout import Heldout
 from prefix_train.render import Renderer
+from prefix_train.results import page, scores
 from tests import lives
 from tests.integration.test_cli import run as command
 from tests.tiny_text import BUILD
@@ -196,7 +197,7 @@ def test_evaluate_again_says_the_same(run: Path, done: Path, capsys: pytest.Capt
     assert (found["metrics"], found["generated"]) == (result["metrics"], result["generated"])
     assert found["heldout_loss"] == pytest.approx(result["heldout_loss"], rel=1e-6)
     assert found["update"] == 2
-    assert f"predictions: {run}/evaluations/update-000002/predictions.jsonl" in out
+    assert f"predictions: {run}/evaluations/update-000002-later/predictions.jsonl" in out
 
 
 def test_a_run_that_has_had_a_second_life_is_evaluated_and_planned_too(
@@ -208,7 +209,7 @@ def test_a_run_that_has_had_a_second_life_is_evaluated_and_planned_too(
     assert command(capsys, "plan", str(run))[0] == 0
     assert runfolder.read_json(run / runfolder.PLAN)
     assert command(capsys, "evaluate", str(run))[0] == 0
-    assert runfolder.read_json(run / "evaluations" / "update-000002" / evaluate.SUMMARY)["update"] == 2
+    assert runfolder.read_json(run / "evaluations" / "update-000002-later" / evaluate.SUMMARY)["update"] == 2
     with pytest.raises(runfolder.StaleAttempt):
         evaluate.write(run / "evaluations" / "stale", None, {}, {}, run)
 
@@ -219,14 +220,15 @@ def evaluate_again(rank: int, run: Path) -> None:
     runfolder.write_json(run / f"found-by-{rank}.json", found)
 
 
-def test_two_ranks_evaluate_together(run: Path, done: Path) -> None:
+def test_two_ranks_evaluate_together(run: Path) -> None:
     ranks = lives.start(evaluate_again, 2, run, environment={})
     for rank in ranks:
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0, 0]
     first, second = (runfolder.read_json(run / f"found-by-{rank}.json") for rank in range(2))
     assert first == second
-    whole, again = (lines(folder / "evaluations" / "update-000002" / "predictions.jsonl") for folder in (done, run))
+    names = ("update-000002", "update-000002-later")
+    whole, again = (lines(run / "evaluations" / name / "predictions.jsonl") for name in names)
     assert [line | {"loss": 0} for line in again] == [line | {"loss": 0} for line in whole]
     assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in whole], rel=1e-5)
 
@@ -249,12 +251,15 @@ def refuse(*arguments: Any, **named: Any) -> Any:
     raise UserError("it is not here")
 
 
+DISAGREE = "ranks disagree on what to evaluate: rank 0: update-000002-later, rank 1: update-000001-later"
+
+
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
         ("checkpoint", "rank 1: it is not here", "it is not here"),
         ("model", "rank 1: it is not here", "it is not here"),
-        ("update", *["ranks disagree on what to evaluate: rank 0: update-000002, rank 1: update-000001"] * 2),
+        ("update", *[DISAGREE] * 2),
     ],
 )
 def test_a_rank_that_finds_something_else_leaves_none_waiting(run: Path, what: str, first: str, second: str) -> None:
@@ -280,7 +285,7 @@ def test_before_and_after_and_between(run: Path, data: Path) -> None:
     first = review.evaluate(run, review.Evaluation(update=1))
     last = review.evaluate(run, review.Evaluation())
     assert base["heldout_loss"] > first["heldout_loss"] > last["heldout_loss"]
-    assert [one["evaluation"] for one in (base, first, last)] == ["base", "update-000001", "update-000002"]
+    assert [one["evaluation"] for one in (base, first, last)] == ["base", "update-000001-later", "update-000002-later"]
     assert len({Path(one["predictions"]).read_text() for one in (base, first, last)}) == 3
     other = review.evaluate(run, review.Evaluation(data=data / "other.jsonl", changes=("evaluate.max_new_tokens=2",)))
     assert other["evaluation"].startswith("update-000002-other-")
@@ -293,7 +298,7 @@ def test_before_and_after_and_between(run: Path, data: Path) -> None:
     assert max(line["tokens"] for line in found) <= 2
 
 
-def test_changed_options_leave_the_runs_own_evaluation_as_it_is(run: Path) -> None:
+def test_whatever_is_evaluated_later_leaves_the_runs_own_evaluation_as_it_is(run: Path) -> None:
     before = {path: path.read_bytes() for path in (run / "evaluations").rglob("*") if path.is_file()}
     assert len(before) == 2
     few = review.evaluate(run, review.Evaluation(changes=("evaluate.examples=3", "evaluate.max_new_tokens=2")))
@@ -303,8 +308,26 @@ def test_changed_options_leave_the_runs_own_evaluation_as_it_is(run: Path) -> No
     assert [len(lines(one["predictions"])) for one in (few, more)] == [3, 4]
     silent = review.evaluate(run, review.Evaluation(changes=("evaluate.generate=false",)))
     assert "predictions" not in silent
+    review.evaluate(run, review.Evaluation())
     assert {path: path.read_bytes() for path in before} == before
-    assert len(list((run / "evaluations").iterdir())) == 4
+    assert len(list((run / "evaluations").iterdir())) == 5
+
+
+def test_the_page_shows_what_the_run_found_and_what_evaluate_found_before_and_after(run: Path) -> None:
+    few = review.Evaluation(changes=("evaluate.examples=3",))
+    later = [review.evaluate(run, asked) for asked in (review.Evaluation(base=True), review.Evaluation(), few)]
+    (found,) = page.read([run])
+    assert [line for line in found.missing if "evaluations" in line] == []
+    named = {one.name: one for one in found.evaluations}
+    assert next(iter(named)) == "base"
+    assert set(named) == {"update-000002", *(one["evaluation"] for one in later)}
+    for one in later:
+        shown = named[one["evaluation"]]
+        assert (shown.update, shown.heldout_loss) == (one["update"], one["heldout_loss"])
+        assert len(shown.predictions) == one["heldout_examples"]
+    table = scores.table(found.evaluations)
+    assert table is not None
+    assert [row[0] for row in table.rows] == list(named)
 
 
 def test_an_evaluation_without_answers_leaves_none_of_an_earlier_one(run: Path) -> None:

@@ -52,9 +52,10 @@ def test_before_and_after_stand_side_by_side(tmp_path: Path) -> None:
     run = made.complete(tmp_path / "demo-1")
     evaluation(run, "update-000040", 40, [line(1, True), line(2, False, finish="length"), line(3, True)])
     evaluation(run, "base", 0, [], metrics={"exact": 0.0}, mistake="own.py:f: it raised")
+    evaluation(run, "update-000040-later", 40, [line(9, False)], predictions="/elsewhere.jsonl", evaluation="x")
     found, (read,) = shown(run)
     table = found.table("Held-out examples")
-    assert list(table) == ["evaluation", "base", "update-000040"]
+    assert list(table) == ["evaluation", "base", "update-000040", "update-000040-later"]
     assert table["evaluation"][4:] == ["exact", "json valid", "json right", "digit right", "own.off", "failed"]
     assert table["base"] == ["0", "heldout.jsonl", "4", "3", "0.0%", *["–"] * 4, "own.py:f: it raised"]
     assert table["update-000040"][3:] == ["1", "50.0%", "100.0%", "50.0%", "50.0%", "0.5", ""]
