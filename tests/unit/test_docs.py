@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import get_args
 
@@ -143,7 +144,12 @@ def test_every_application_is_in_the_reference_or_the_jobs_own() -> None:
         for path in (ROOT / package).rglob("*.py")
         if "= make_app(" in path.read_text(encoding="utf-8")
     }
-    assert makers - {"prefix_train.stream.cli"} == {*reference.COMMANDS.values(), *reference.BY_THE_JOB}
+    parts = {"prefix_train.stream.cli", "prefix_train.bench_cli"}  # of prefix-train, whose page has their commands
+    assert makers - parts == {*reference.COMMANDS.values(), *reference.BY_THE_JOB}
+    page = reference.commands_page()
+    for part in parts:
+        for command in import_module(part).app.registered_commands:
+            assert f"prefix-train {part.split('.')[1].removesuffix('_cli')} {command.name}`" in page
 
 
 def test_the_library_page_has_every_public_name() -> None:
