@@ -181,5 +181,6 @@ def _of_step(width: int) -> tuple[int, int]:
 
 
 def _warps(width: int) -> int:
-    warps: int = triton.next_power_of_2(width) // 512
+    # More for 5,120 elements would leave a processor one program whose row it waits for.
+    warps: int = triton.next_power_of_2(width) // 1024
     return min(16, max(1, warps))
