@@ -170,7 +170,7 @@ def test_sharded_modules(family: str, before: bool) -> None:
 FAULTS = {
     "attention": ("prefix_train.attention.tree_attention", 3),
     "convolution": ("prefix_train.deltanet.tree_conv_parts", 3),
-    "delta rule": ("prefix_train.deltanet.tree_delta_rule", 5),
+    "delta rule": ("prefix_train.deltanet.tree_delta_rule_parts", 5),
 }
 """A token mixer, and which of its arguments is the layout."""
 
