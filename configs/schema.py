@@ -177,8 +177,8 @@ class StreamConfig:
     check: Literal["hash", "size"] = "hash"
     """What a run compares of the store before its first update. `hash`: every byte with the hashes in its manifest. The
     store is read once for that, in up to 8 threads, while model and data are made ready; a core hashes 1 to 2 GB a
-    second, so 20 GB take 10 to 20 s of one core, or as long as the disk needs to give them. `size`: the files' sizes and
-    headers alone; a changed byte is then not seen."""
+    second, so 20 GB take 10 to 20 s of one core, or as long as the disk needs to give them. `size`: sizes and headers
+    of the files alone; a changed byte is then not seen."""
     budget_gib: float | None = None
     """Most device memory, in GiB, planned before the first update and held to; a run that needs more does not start."""
     slots: int = 3

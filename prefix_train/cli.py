@@ -109,8 +109,10 @@ def budget_command(
     config = read(where, overrides)
     largest_pack = lengths.largest_pack(config, lengths.load(config)) if lengths.index_path(config).exists() else None
     if config.engine == "stream":
-        from prefix_train.stream import planner
+        from prefix_train.stream import origin, planner
 
+        if config.stream.store is not None and (Path(config.stream.store) / origin.MANIFEST).is_file():
+            origin.require(config)
         plan = planner.make(config, largest_pack)
         answer(plan.summary(), plan.describe(), as_json)
         return

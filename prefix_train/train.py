@@ -34,6 +34,8 @@ from prefix_train.step import Stepper, StepResult, learning_rate, update
 from prefix_train.stream.whole import Check
 from prefix_train.tensors import TensorError, digest, full_tensors
 
+PROCESS = "memory is that of the whole process: Python, torch and the data with what a budget counts, the tensors"
+
 
 def main(run: Path) -> int:
     """Train the run folder `run` as the rank that the environment names; the rank's exit status.
@@ -211,6 +213,8 @@ class Life:
             lambda: Reporter(self.run, self.ranks.rank, self.feed.plan.total, cursor.number, self.config)
         )
         self.reporter.say(line or begins(self.feed.plan))
+        if self.ranks.device.type == "cpu":
+            self.reporter.say(PROCESS)
         if self.offload is not None:
             self.reporter.say(offload.describe(self.offload))
         return cursor

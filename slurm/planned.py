@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from configs.errors import UserError
@@ -10,7 +11,7 @@ from prefix_train import budget, lengths, plan_summary
 from prefix_train.budget import GIB, Shape
 from prefix_train.lengths import LengthIndex
 from prefix_train.plan import Plan
-from prefix_train.stream import planner
+from prefix_train.stream import origin, planner
 
 MOST_EXAMPLES = 20_000
 """Beyond this, planning alone takes longer than an answer on a login node should."""
@@ -20,28 +21,55 @@ NO_INDEX = "made by the job, for there is no length index yet (`prefix-train pla
 FIGURES = ("packs", "updates", "examples", "positions", "logical_tokens", "ratio", "digest")
 
 
+def require(config: Config) -> None:
+    """Raise UserError for what would end a run that streams before its first update and can be known here: its store is
+    not there or another model's, or the plan needs more than its budget.
+    """
+    if config.engine == "stream":
+        sketch(config)
+
+
 def sketch(config: Config) -> dict[str, Any]:
-    """Figures of the first epoch's plan under `known`, or under `unknown` why there are none.
+    """Figures of the first epoch's plan under `known`, or under `unknown` why there are none. Raises as `require`.
 
     `memory` of `known`: predicted bytes of the pack with the most positions, on each GPU and pinned on each node. More
     than MOST_EXAMPLES are counted, not planned; `memory` is then that of one example as long as `pack.max_positions`.
     """
+    if config.engine == "stream":
+        origin.require(config)
+    found, largest = _sketch(config)
+    if config.engine == "stream":
+        _require_budget(config, largest)
+    return found
+
+
+def _sketch(config: Config) -> tuple[dict[str, Any], Shape | None]:
+    """What `sketch` says, and the plan's largest pack where that is known."""
     if not lengths.index_path(config).exists():
-        return {"unknown": NO_INDEX}
+        return {"unknown": NO_INDEX}, None
     try:
         index = lengths.load(config)
         if len(index.forest) > MOST_EXAMPLES:
             tokens, least = int(index.lengths.sum()), int(index.forest.length.sum())
             longest = Shape.of([config.pack.max_positions], [-1], config.pack.max_positions)
-            known = {"examples": len(index.forest), "logical_tokens": tokens, "least_positions": least}
-            return {"known": {**known, "memory": _memory(config, longest)}}
+            known: dict[str, Any] = {"examples": len(index.forest), "logical_tokens": tokens, "least_positions": least}
+            return {"known": {**known, "memory": _memory(config, longest)}}, None
         run = lengths.run_plan(config, index)
         plan = run.epoch(0)
-        memory = _memory(config, _largest(index, plan))
+        largest = _largest(index, plan)
+        memory = _memory(config, largest)
     except UserError as error:
-        return {"unknown": str(error)}
+        return {"unknown": str(error)}, None
     summary = plan_summary.summary(plan)
-    return {"known": {**{name: summary[name] for name in FIGURES}, "updates_in_run": run.total, "memory": memory}}
+    known = {name: summary[name] for name in FIGURES} | {"updates_in_run": run.total, "memory": memory}
+    return {"known": known}, largest
+
+
+def _require_budget(config: Config, largest: Shape | None) -> None:
+    """Of packs like the largest one; where that is not known, of a single position, without which nothing fits."""
+    if largest is None:
+        config = replace(config, pack=replace(config.pack, max_positions=1))
+    planner.make(config, largest).refuse()
 
 
 def _largest(index: LengthIndex, plan: Plan) -> Shape:
@@ -78,8 +106,13 @@ def lines(config: Config, found: dict[str, Any]) -> list[str]:
 
 
 def _sizes(config: Config, memory: dict[str, int], what: str) -> str:
-    """The line of `_memory`'s answer."""
-    where = "on each GPU" if config.slurm.gpus_per_node else "for each rank"
-    pinned = f"{memory['host_bytes_per_node'] / GIB:.1f} GiB pinned on each node"
-    sizes = f"{memory['gpu_bytes'] / GIB:.1f} GiB {where}, {pinned}"
-    return f"memory  {sizes}, predicted for {what} ({memory['positions']:,} positions)"
+    """The line of `_memory`'s answer. On a CPU the process that holds the tensors takes more than they do."""
+    gpus = config.slurm.gpus_per_node
+    tensors = f"{_size(memory['gpu_bytes'])} {'on each GPU' if gpus else 'of tensors in each rank'}"
+    pinned = f", {_size(memory['host_bytes_per_node'])} pinned on each node" if gpus else ""
+    beside = "" if gpus else "; Python, torch and the data take more of the process"
+    return f"memory  {tensors}{pinned}, predicted for {what} ({memory['positions']:,} positions){beside}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes == 0 or nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"

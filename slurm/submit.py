@@ -60,7 +60,8 @@ def resolve(config: Config, folder: Path) -> Config:
     )
     path = config.model.path
     given = {"model.path": path, "data.train": config.data.train, "data.heldout": config.data.heldout}
-    for key, text in {**given, "run_root": config.run_root}.items():
+    given |= {"stream.store": config.stream.store, "run_root": config.run_root}
+    for key, text in given.items():
         if text is not None and text.startswith("~"):
             raise UserError(
                 f"{key}: {text}: only a shell knows what ~ stands for: write the whole path, or ./~ for a ~"
@@ -76,8 +77,9 @@ def resolve(config: Config, folder: Path) -> Config:
     metrics.check(own)
     tracker_names.require(config.report.trackers)
     evaluate = dataclasses.replace(config.evaluate, metrics=own)
+    stream = dataclasses.replace(config.stream, store=absolute(config.stream.store))
     run_root = absolute(config.run_root) or ""
-    return dataclasses.replace(config, data=data, model=model, evaluate=evaluate, run_root=run_root)
+    return dataclasses.replace(config, data=data, model=model, stream=stream, evaluate=evaluate, run_root=run_root)
 
 
 def name_run(config: Config) -> Path:
@@ -180,6 +182,7 @@ def go_on(run: Path, overrides: list[str], dry_run: bool, as_json: bool) -> int:
             raise UserError(f"{run} is still running: {alive}; wait for its end, or end it")
         if not dry_run:
             refuse_queued(run)
+    planned.require(config)
     print(f"run     {run}\nresume  {finish.saved(run)}", flush=True)
     if dry_run:
         print(f"{follow(config, run)}\n\n{start_script(config, run)}", end="")
@@ -251,6 +254,8 @@ def start_array(config: Path, overrides: list[str], sweeps: list[str], dry_run: 
     composed = [resolve(compose.load(config, [*overrides, *one]), Path.cwd()) for one in chosen]
     if composed[0].cluster != "slurm":
         raise UserError(f"--sweep makes a Slurm job array, and cluster is {composed[0].cluster}: give cluster=slurm")
+    for one in composed:
+        planned.require(one)
     folder = name_run(composed[0])
     runs = [folder / str(number) for number in range(len(composed))]
     print(

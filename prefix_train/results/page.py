@@ -91,7 +91,9 @@ def curves(runs: Sequence[Run]) -> list[Chart]:
     levels = [
         Level(f"{run.label}, planned", index, run.limit.gib) for index, run in enumerate(runs) if run.limit is not None
     ]
-    title = "Most memory so far, GiB" + (", against what was planned" if levels else "")
+    title = "Most memory so far, GiB, " + (
+        "against what was planned" if levels else "of a GPU, or on a CPU the process"
+    )
     drawn.append(charts.lines("memory", title, memory, levels, " GiB"))
     return [one for one in drawn if one is not None]
 

@@ -90,7 +90,10 @@ def _figures(run: Run) -> dict[str, tuple[str, str]]:
         ),
         "positions/s": (_ratio(sums["positions"], sums["seconds"]), f"{metrics}, sums, the first update in it"),
         "logical tokens/s": (_ratio(sums["logical_tokens"], sums["seconds"]), f"{metrics}, the same"),
-        "most memory": (f"{max(used):.2f} GiB" if used else NONE, f"{metrics}, of the rank that used most"),
+        "most memory": (
+            f"{max(used):.2f} GiB" if used else NONE,
+            f"{metrics}, of the rank that used most: of its GPU, on a CPU of the whole process",
+        ),
         "memory planned": (
             f"{run.limit.gib:.2f} GiB" if run.limit else NONE,
             run.limit.source if run.limit else "prefix-train budget",

@@ -15,13 +15,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from configs.errors import UserError
-from configs.modelpath import locate
 from configs.schema import Config, ModelConfig
 from prefix_train import model as models
 from prefix_train import offload, patch
 from prefix_train.budget import GIB
 from prefix_train.model import Out
-from prefix_train.stream import graphs, pace, planner, readings, sources
+from prefix_train.stream import graphs, origin, pace, planner, readings, sources
 from prefix_train.stream.frozen import Frozen, shared_memory
 from prefix_train.stream.head import Embedding, Head
 from prefix_train.stream.pace import Pace
@@ -59,7 +58,7 @@ def _require_same(model: PreTrainedModel, config: ModelConfig, store: Store) -> 
     mine = json.loads(model.config.to_json_string(use_diff=False))
     if differ := sorted(_differences(mine, store.manifest.config, "")):
         raise UserError(f"{store.folder} was made of another model: {', '.join(differ[:3])} differ from model.path's")
-    if config.path is None or not locate(config.path).is_dir() or any(locate(config.path).glob("*.safetensors")):
+    if origin.has_weights(config):
         sources.require_same(store, config)
 
 

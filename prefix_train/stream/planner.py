@@ -49,13 +49,14 @@ HEAD_TILES = 2
 @dataclass(frozen=True)
 class Files:
     """Bytes of a store's files. staying: of what is in the model all the time. matrix: elements of the largest matrix
-    that is quantised, 0 where none is. source: where this is known from."""
+    that is quantised, 0 where none is. source: where this is known from. assumed: there is no store yet."""
 
     blocks: tuple[int, ...]
     head: int
     staying: int
     matrix: int
     source: str
+    assumed: bool = False
 
     @classmethod
     def of(cls, config: Config, geometry: Geometry) -> Files:
@@ -63,7 +64,15 @@ class Files:
         folder = config.stream.store
         if folder is not None and (path := Path(folder) / MANIFEST).is_file():
             return cls._of_store(path)
-        return cls._of_geometry(geometry, ITEMSIZE[config.model.dtype])
+        source = f"the model's sizes; there is no store in {folder} yet, NF4 assumed"
+        return cls._of_geometry(geometry, ITEMSIZE[config.model.dtype], NF4_BYTES, source)
+
+    @classmethod
+    def unchanged(cls, config: Config) -> Files:
+        """Of a store of the run's model whose weights are not quantised."""
+        itemsize = ITEMSIZE[config.model.dtype]
+        found = cls._of_geometry(Geometry.of(read_config(config.model)), itemsize, itemsize, "the model's sizes")
+        return replace(found, matrix=0)
 
     @classmethod
     def _of_store(cls, path: Path) -> Files:
@@ -81,17 +90,18 @@ class Files:
         return cls(blocks, head, staying, max(map(prod, shapes), default=0), str(path.parent))
 
     @classmethod
-    def _of_geometry(cls, geometry: Geometry, itemsize: int) -> Files:
+    def _of_geometry(cls, geometry: Geometry, itemsize: int, element: float, source: str) -> Files:
+        """element: bytes of one of a block's matrices."""
         blocks, largest = [], 0
         for layer in range(geometry.layers):
             matrices = [prod(shape) for shape in geometry.linears(layer).values()]
             largest = max(largest, *matrices)
             plain = geometry.layer_parameters(layer) - sum(matrices)
-            blocks.append(int(sum(matrices) * NF4_BYTES) + plain * itemsize + 2 * ALIGNMENT * len(matrices))
+            blocks.append(int(sum(matrices) * element) + plain * itemsize + 2 * ALIGNMENT * len(matrices))
         parts = geometry.parameters
         staying = (geometry.hidden + parts["vision"] + parts["merger"]) * itemsize
         head = parts["embedding"] * itemsize
-        return cls(tuple(blocks), head, staying, largest, "the model's sizes; there is no store yet, NF4 assumed")
+        return cls(tuple(blocks), head, staying, largest, source, assumed=True)
 
 
 @dataclass(frozen=True)
@@ -211,6 +221,7 @@ class Plan:
         lines = [
             budget.describe(self.budget),
             f"sizes from {self.files.source}",
+            *self._other_store(),
             f"budget {self.limit / GIB:.3f} GiB, {'fits' if self.fits else 'TOO SMALL'}; {self.resident} of "
             f"{len(self.files.blocks)} blocks stay; {self.reads() / 1e9:.2f} GB read per pass of "
             f"{self.config.stream.packs_per_visit} packs",
@@ -218,6 +229,18 @@ class Plan:
         if not self.fits:
             lines.append("what would fit: " + ("; ".join(self.would_fit()) or "nothing"))
         return "\n".join(lines)
+
+    def _other_store(self) -> Iterator[str]:
+        """Where there is no store yet: what one whose weights are not quantised would need at least."""
+        if not self.files.assumed:
+            return
+        plan = make(self.config, self.shape, Files.unchanged(self.config))
+        least = replace(plan, resident=0) if self.config.stream.resident_blocks == "auto" else plan
+        weights = {"bfloat16": "bf16", "float32": "float32"}[self.config.model.dtype]
+        yield (
+            f"a store of unchanged weights (--weights {weights}) would need at least {least.needed / GIB:.3f} GiB: "
+            f"{'fits' if least.fits else 'TOO MUCH'}"
+        )
 
     def summary(self) -> dict[str, Any]:
         """As JSON has it."""

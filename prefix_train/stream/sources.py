@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -32,14 +30,10 @@ from configs.errors import UserError
 from configs.modelpath import is_gguf, locate
 from configs.schema import ModelConfig
 from prefix_train import families, geometry, gguf_config, model, tiny
-from prefix_train.stream import places
+from prefix_train.stream import origin, places
+from prefix_train.stream.origin import files_of, identify
 from prefix_train.stream.places import Parts, parts_of_weight
 from prefix_train.stream.store import Store
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-SAMPLES, SAMPLE = 64, 4096
-"""So many pieces of a file, each so many bytes, stand for its contents in a fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ def open_source(config: ModelConfig) -> Source:
     geometry.read_config(config)  # says in one line what is no model
     if config.path is None:
         return of_model(tiny.build_model(config.build, config.seed, model.DTYPES[config.dtype]), identify(config))
-    skeleton, path, files = model.skeleton(config), locate(config.path), _files(config)
+    skeleton, path, files = model.skeleton(config), locate(config.path), files_of(config)
     families.refuse_streaming(skeleton.get_decoder())
     if (quantised := getattr(skeleton.config, "quantization_config", None)) is not None:
         kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
@@ -77,72 +71,14 @@ def open_source(config: ModelConfig) -> Source:
     return Source(skeleton, parts_of_weight(read), identify(config), stamp)
 
 
-def identify(config: ModelConfig) -> dict[str, Any]:
-    """Which weights a run with `config` would load, told without loading them."""
-    if config.path is None:
-        return {"kind": "build", "build": dict(config.build), "seed": config.seed}
-    path = locate(config.path)
-    identity = {"kind": "gguf" if is_gguf(path) else "safetensors", "path": config.path, "revision": _revision(path)}
-    return identity | {"fingerprint": fingerprint(_files(config))}
-
-
 def require_same(store: Store, config: ModelConfig) -> None:
-    """Raise UserError unless `store` was made of the weights that `config` names; of random ones, for its model.
-
-    A store of a model that was in memory says only what its configuration was.
-    """
-    have, wanted = store.manifest.source, json.loads(json.dumps(identify(config)))
-    keys = {"memory": (), "random": ("build",), "build": ("build", "seed")}.get(have["kind"], ("fingerprint",))
-    if any(have[key] != wanted.get(key) for key in keys):
-        which = config.path or "model.build"
-        made_of = have.get("path") or f"a model of kind {have['kind']}"
-        raise UserError(f"{store.folder} was made of {made_of}, whose weights are not those of {which}")
-
-
-def _files(config: ModelConfig) -> list[Path]:
-    path = locate(config.path or "")
-    return [path] if is_gguf(path) else _shards(path)
+    """`origin.require_same` of an open store."""
+    origin.require_same(store.folder, store.manifest.source, config)
 
 
 def of_model(built: PreTrainedModel, identity: dict[str, Any]) -> Source:
     """A model that is in memory."""
     return Source(built, parts_of_weight(built.state_dict().__getitem__), identity)
-
-
-def fingerprint(files: Iterable[Path]) -> str:
-    """Hash of the files' names, sizes and 64 pieces of each: tells models apart without reading all of them."""
-    found = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for piece in range(SAMPLES):
-                file.seek(max(size - SAMPLE, 0) * piece // (SAMPLES - 1))
-                found.update(file.read(SAMPLE))
-    return found.hexdigest()
-
-
-def _revision(path: Path) -> str | None:
-    """The commit that a folder of the hub's cache names: `snapshots/<commit>`."""
-    folder = path.parent if path.is_file() else path
-    return folder.name if folder.parent.name == "snapshots" else None
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder."""
-    index = folder / INDEX
-    if (folder / SINGLE).exists() or not index.exists():
-        names = {SINGLE}
-    else:
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{index} cannot be read as an index of shards: {error!r}") from error
-    paths = [folder / name for name in sorted(names)]
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path} does not exist: {folder} is no complete model in safetensors format")
-    return paths
 
 
 def _safetensors(files: list[Path], skeleton: PreTrainedModel) -> Read:

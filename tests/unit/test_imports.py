@@ -43,6 +43,7 @@ WITHOUT_TORCH = [
     "prefix_train.rows",
     "prefix_train.sharing",
     "prefix_train.tables",
+    "prefix_train.stream.origin",
     "prefix_train.tree",
     "preflight.judge",
     "preflight.report",

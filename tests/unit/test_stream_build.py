@@ -22,7 +22,7 @@ from configs.schema import ModelConfig
 from prefix_train import model as models_of_runs
 from prefix_train.bench_pack import geometry_file
 from prefix_train.geometry import Geometry, read_config
-from prefix_train.stream import build, engine, places, random_store, sources
+from prefix_train.stream import build, engine, origin, places, random_store, sources
 from prefix_train.stream.manifest import NAME
 from prefix_train.stream.store import Store
 from tests import models, streams
@@ -344,10 +344,10 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tmp_path: 
 
 def test_a_fingerprint_tells_models_of_one_shape_apart(tmp_path: Path) -> None:
     one, two = saved(tmp_path / "one"), saved(tmp_path / "two")
-    prints = [sources.fingerprint(sorted(folder.glob("*.safetensors"))) for folder in (one, two)]
+    prints = [origin.fingerprint(sorted(folder.glob("*.safetensors"))) for folder in (one, two)]
     assert prints[0] == prints[1]
     streams.change(min(two.glob("*.safetensors")), 9000)
-    assert sources.fingerprint(sorted(two.glob("*.safetensors"))) != prints[0]
+    assert origin.fingerprint(sorted(two.glob("*.safetensors"))) != prints[0]
 
 
 def test_no_more_than_a_few_tensors_are_in_memory(tmp_path: Path) -> None:
