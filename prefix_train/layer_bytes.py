@@ -1,7 +1,8 @@
 """Bytes of one decoder layer, part by part: what its forward keeps, and what its backward makes beside it. No torch.
 
 Every formula names the tensors of the CUDA kernels that packs run through: flash-linear-attention's delta rule, merged
-attention, and what `tiles` and `frozen` leave of norms, adapters and the feed-forward.
+attention, and what `tiles` and `frozen` leave of norms, adapters and the feed-forward. Where plain torch computes the
+recurrence, or a gated activation, that is what counts.
 """
 
 from __future__ import annotations
@@ -72,6 +73,19 @@ def head_groups(heads: tuple[int, int], size: int, positions: int, piece: int, s
         for count in range(1, heads[1] + 1)
         if not heads[1] % count and (total <= count * HEADS_BYTES or count == heads[1])
     )
+
+
+def reference_bytes(geometry: Geometry, shape: Shape) -> tuple[int, int]:
+    """What one Gated DeltaNet mixer keeps, and what its backward makes beside that, where plain torch computes the
+    recurrence (`chunked`) in float32: tensors as wide as the keys, as the keys of each value head, as the values, and
+    as a chunk. How many was found by counting, for autograd decides; within 7% (tests/numerics/test_block_bytes.py).
+    Seven tenths are kept; of the others those of a depth are there at a time, and what the depths below have left.
+    """
+    heads = int(geometry.text["linear_num_value_heads"])
+    keys = heads * int(geometry.text["linear_key_head_dim"])
+    width = 3 * geometry.linear_key_width + 19.5 * keys + 13 * geometry.linear_value_width + 5.5 * DELTA_CHUNK * heads
+    total = 4 * (width * DELTA_CHUNK * shape.chunks + 4 * shape.segments * geometry.state_elements)
+    return int(0.7 * total), int(0.15 * total * (1 + shape.level_chunks / shape.chunks))
 
 
 def state_bytes(geometry: Geometry, shape: Shape) -> int:
@@ -167,6 +181,10 @@ class LayerBytes:
                 gradient += sum(_adapter_bytes(config, geometry, layer, tile))
                 block = 2 * one
         mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize)
+        if kind != "full_attention" and in_plain_torch(config):
+            mixer -= mixer_bytes(geometry, kind, shape, itemsize) - 2 * one
+            recurrence, mixer_gradient = reference_bytes(geometry, shape)
+            mixer += recurrence
         mixer, block = mixer + of_mixer, block + of_block
         if keeps_middle(config, geometry.layers, layer):
             moments = [(block - one, gradient), (mixer, mixer_gradient)]
@@ -190,6 +208,12 @@ def fuses(config: Config) -> bool:
     asked = config.model.elementwise
     installed = importlib.util.find_spec("liger_kernel") is not None
     return asked == "liger" or (asked == "auto" and config.slurm.gpus_per_node > 0 and installed)
+
+
+def in_plain_torch(config: Config) -> bool:
+    """Does plain torch compute the recurrence, as it does without a GPU?"""
+    asked = config.model.deltanet
+    return asked == "reference" or (asked == "auto" and config.slurm.gpus_per_node == 0)
 
 
 def tile_rows(config: Config) -> int:

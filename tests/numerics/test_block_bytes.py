@@ -79,6 +79,32 @@ def test_without_liger_an_activation_takes_more() -> None:
     assert live.peak == pytest.approx(planned(config, [4096], [-1]), rel=0.05), live.largest[:20]
 
 
+@pytest.mark.parametrize(
+    ("heads", "size", "lengths", "parents"),
+    [
+        ((4, 8), (128, 128), [2048], [-1]),
+        ((16, 48), (128, 128), *PACK),
+        ((4, 4), (64, 128), *DEEP),
+        ((2, 8), (128, 64), [1792, 384, 384], [-1, 0, 0]),
+        ((8, 16), (128, 128), [1024] * 4, [-1, 0, 1, 2]),
+    ],
+)
+def test_a_recurrence_in_plain_torch(
+    heads: tuple[int, int], size: tuple[int, int], lengths: list[int], parents: list[int]
+) -> None:
+    """What a CPU computes, which needs several times what flash-linear-attention's kernels do."""
+    sizes = {
+        **{"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2},
+        **{"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2},
+        **{"linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1]},
+        **{"linear_key_head_dim": size[0], "linear_value_head_dim": size[1]},
+    }
+    given = ("adapter.targets=[out_proj]", "model.elementwise=torch", "slurm.gpus_per_node=0")
+    config = options(sum(lengths), sizes, *given)
+    live = block_bytes.count(config, lengths, parents)
+    assert live.peak == pytest.approx(planned(config, lengths, parents), rel=0.07), live.largest[:20]
+
+
 def test_all_heads_at_once_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     config = options(8192, NARROW)
     monkeypatch.setattr(attention, "head_groups", lambda *_: 1)

