@@ -246,7 +246,7 @@ def judge_launches(
 def leave_what_a_pack_leaves(config: Config, geometry: Geometry, device: torch.device) -> None:
     """Limit this process to the device's memory (to the budget, if weights stream) less the largest pack's, but for the
     layer that runs here."""
-    planned = lengths.index_path(config).exists() if config.data.train else False
+    planned = lengths.exists(config) if config.data.train else False
     shape = lengths.largest_pack(config, lengths.load(config)) if planned else None
     plan = planner.make(config, shape) if config.engine == "stream" else None
     found = budget.predict(config, shape) if plan is None else plan.budget

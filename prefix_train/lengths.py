@@ -1,8 +1,9 @@
 """The length index: what planning needs to know of the data, kept beside the runs so that submitting need not render.
 
 `prefix-train plan` writes it, submit reads it in milliseconds and without torch. It holds for one state of data,
-model, template and code; anything else is an error that names what differs. One `.npz` file of integer arrays and
-JSON, read without unpickling.
+model, template and code; anything else is an error that names what differs. Each model and each set of options has a
+file of its own; `pack.max_positions` is none of these options as long as packs hold every example. One `.npz` file of
+integer arrays and JSON, read without unpickling.
 """
 
 from __future__ import annotations
@@ -119,10 +120,12 @@ def build(
     skipped: Sequence[str] = (),
     data: Path | None = None,
     trie: Trie | None = None,
+    cut: bool = False,
 ) -> LengthIndex:
     """The index of `examples`, rendered from `data` (`data.train` by default), each looked at once.
 
-    trie: an empty one, to be filled with the examples' keys by who wants to look at them afterwards.
+    trie: an empty one, to be filled with the examples' keys by who wants to look at them afterwards. cut: whether some
+    were left out for being longer than `longest_accepted`; the index then holds for that length alone.
     """
     path = _data(config, data)
     stamp = _stamp(path)
@@ -138,7 +141,7 @@ def build(
     if _stamp(path) != stamp:
         raise UserError(f"{path} changed while it was read: run `prefix-train plan` again")
     return LengthIndex(
-        key=key_of(config, path),
+        key=key_of(config, path, cut=cut),
         stamp=stamp,
         sources=tuple(sources),
         skipped=tuple(skipped),
@@ -153,10 +156,18 @@ def longest_accepted(config: Config) -> int:
     return min(config.data.max_example_tokens or config.pack.max_positions, config.pack.max_positions)
 
 
-def index_path(config: Config, data: Path | None = None) -> Path:
-    """Where the index of a data file is kept: in `run_root/lengths`, named after the file and its place."""
+def index_path(config: Config, data: Path | None = None, cut: bool = False) -> Path:
+    """Where the index of a data file is kept: in `run_root/lengths`, named after the file and its place, and after the
+    model and the options that it was made for. cut: see `build`."""
     path = _data(config, data).absolute()
-    return Path(config.run_root) / "lengths" / f"{path.stem}-{_sha256(str(path).encode())[:12]}.npz"
+    made_for = json.dumps([config.model.path, config.model.build, _options(config, cut)], sort_keys=True)
+    name = f"{path.stem}-{_sha256(str(path).encode())[:12]}-{_sha256(made_for.encode())[:8]}.npz"
+    return Path(config.run_root) / "lengths" / name
+
+
+def exists(config: Config, data: Path | None = None) -> bool:
+    """Whether there is an index that `load` would look at."""
+    return any(index_path(config, data, cut).exists() for cut in (False, True))
 
 
 def write(path: Path, index: LengthIndex) -> None:
@@ -185,15 +196,33 @@ def load(config: Config, data: Path | None = None) -> LengthIndex:
 
     A data file of the same size and modification time is taken for unchanged; otherwise its bytes are hashed.
     """
-    place, path = index_path(config, data), _data(config, data)
-    index = read(place)
-    known = index.key.data if _stamp(path) == index.stamp else None
-    now = key_of(config, path, known)
+    path, refused = _data(config, data), ""
+    for cut in (True, False):
+        place = index_path(config, data, cut)
+        if not place.exists() and (cut or refused):
+            continue
+        index = read(place)
+        if not (why := _unfit(index, config, path, cut)):
+            return index
+        refused = f"the length index {place} {why}"
+    raise UserError(refused)
+
+
+def _unfit(index: LengthIndex, config: Config, data: Path, cut: bool) -> str:
+    """Why `index` is not that of `data` under `config` as both are now; empty where it is."""
+    known = index.key.data if _stamp(data) == index.stamp else None
+    now = key_of(config, data, known, cut)
     different = [field.name for field in fields(Key) if getattr(index.key, field.name) != getattr(now, field.name)]
     if different:
         what = ", ".join(f"{name} ({_short(index.key, name)} then, {_short(now, name)} now)" for name in different)
-        raise UserError(f"the length index {place} was made for something else: {what}: run `prefix-train plan` again")
-    return index
+        return f"was made for something else: {what}: run `prefix-train plan` again"
+    most, longest = longest_accepted(config), int(index.lengths.argmax())
+    if (tokens := int(index.lengths[longest])) <= most:
+        return ""
+    return (
+        f"has longer examples: {index.sources[longest]} has {tokens:,} tokens, and {most:,} are accepted: raise "
+        "pack.max_positions and data.max_example_tokens, or run `prefix-train plan` again"
+    )
 
 
 def run_plan(config: Config, index: LengthIndex) -> RunPlan:
@@ -210,9 +239,8 @@ def largest_pack(config: Config, index: LengthIndex) -> Shape:
     return Shape.of(pack.lengths, pack.parents, int(index.targets[list(pack.members)].sum()))
 
 
-def key_of(config: Config, data: Path, data_sha256: str | None = None) -> Key:
-    """The key of `data` under `config`. data_sha256: the file's hash, where it is known already."""
-    most = longest_accepted(config)
+def key_of(config: Config, data: Path, data_sha256: str | None = None, cut: bool = False) -> Key:
+    """The key of `data` under `config`. data_sha256: the file's hash, where it is known already. cut: see `build`."""
     here = Path(__file__).parent
     code = [here / f"{name}.py" for name in RENDERER]
     versions = [f"{name} {metadata.version(name)}" for name in ("transformers", "tokenizers")]
@@ -222,8 +250,15 @@ def key_of(config: Config, data: Path, data_sha256: str | None = None) -> Key:
         model=model,
         template=template,
         renderer=_sha256(_files_sha256(code).encode(), *(version.encode() for version in versions)),
-        options=f"min_shared={config.pack.min_shared} longest={most} on_bad_example={config.data.on_bad_example} "
-        f"targets={config.data.targets}",
+        options=_options(config, cut),
+    )
+
+
+def _options(config: Config, cut: bool) -> str:
+    longest = f"{longest_accepted(config)}" if cut else "any"
+    return (
+        f"min_shared={config.pack.min_shared} longest={longest} on_bad_example={config.data.on_bad_example} "
+        f"targets={config.data.targets}"
     )
 
 

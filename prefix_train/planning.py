@@ -105,13 +105,14 @@ def make(config: Config, keep: bool, choose_size: bool) -> Planned:
     renderer, trie = renderer_of(config.model, config.data.targets), Trie()
     cap = 1 << 40 if choose_size else lengths.longest_accepted(config)
     examples = load_examples(Path(config.data.train), renderer, cap, "skip")
-    index = lengths.build(config, examples, examples.skipped, trie=trie)
+    cut = bool(examples.too_long)
+    index = lengths.build(config, examples, examples.skipped, trie=trie, cut=cut)
     if choose_size:
         twice = 2 * int(index.lengths.max())
         size = max(LEAST_POSITIONS, 1 << (twice - 1).bit_length())
         config = replace(config, pack=replace(config.pack, max_positions=size))
     if keep and (not examples.skipped or config.data.on_bad_example == "skip"):
-        lengths.write(lengths.index_path(config), index)
+        lengths.write(lengths.index_path(config, cut=cut), index)
     run = lengths.run_plan(config, index)
     misses = near_misses.summary(near_misses.find(trie), index.sources, renderer.text_of)
     shared = config.pack.mode == "shared"

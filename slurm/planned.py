@@ -45,7 +45,7 @@ def sketch(config: Config) -> dict[str, Any]:
 
 def _sketch(config: Config) -> tuple[dict[str, Any], Shape | None]:
     """What `sketch` says, and the plan's largest pack where that is known."""
-    if not lengths.index_path(config).exists():
+    if not lengths.exists(config):
         return {"unknown": NO_INDEX}, None
     try:
         index = lengths.load(config)

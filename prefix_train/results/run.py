@@ -127,7 +127,7 @@ def _limit(reader: Reader, config: Config) -> Limit | None:
     if config.engine == "stream":
         return None if config.stream.budget_gib is None else Limit(config.stream.budget_gib, "stream.budget_gib")
     try:
-        if not lengths.index_path(config).exists():
+        if not lengths.exists(config):
             reader.missing.append("memory's budget: the lengths of the data are not here, see `prefix-train plan`")
             return None
         with runfolder.reading():

@@ -108,19 +108,70 @@ def test_an_index_of_other_files_is_refused_by_name(
         lengths.load(config)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"pack": PackConfig(max_positions=128, min_shared=17)}, r"options \(min_shared=16 .* then, min_shared=17 "),
-        ({"pack": PackConfig(max_positions=129)}, r"options .*longest=128.* then.*longest=129"),
-        ({"model": ModelConfig(build={"model_type": "llama"})}, r"model \(.* template \("),
-    ],
-)
-def test_an_index_of_another_configuration_is_refused_by_name(
-    config: Config, written: LengthIndex, options: dict[str, Any], named: str
+def test_each_model_and_each_set_of_options_has_an_index_of_its_own(config: Config, written: LengthIndex) -> None:
+    kept = {lengths.index_path(config): written}
+    for change in (
+        {"pack": replace(config.pack, min_shared=17)},
+        {"data": replace(config.data, targets="all")},
+        {"model": ModelConfig(build={"model_type": "llama"})},
+    ):
+        other = replace(config, **change)
+        assert not lengths.exists(other)
+        with pytest.raises(UserError, match="there is no length index at"):
+            lengths.load(other)
+        kept[lengths.index_path(other)] = lengths.build(other, rows())
+        lengths.write(lengths.index_path(other), kept[lengths.index_path(other)])
+        assert lengths.load(other).key == kept[lengths.index_path(other)].key
+    assert len(kept) == 4
+    assert lengths.load(config).key == written.key
+
+
+def resized(config: Config, positions: int) -> Config:
+    return replace(config, pack=replace(config.pack, max_positions=positions))
+
+
+@pytest.mark.parametrize("positions", [52, 129, 1 << 20])
+def test_packs_of_any_size_that_hold_every_example_use_one_index(
+    config: Config, written: LengthIndex, positions: int
 ) -> None:
-    with pytest.raises(UserError, match=named):
-        lengths.load(replace(config, **options))
+    other = resized(config, positions)
+    index = lengths.load(other)
+    assert lengths.largest_pack(other, index).positions <= positions
+    assert lengths.run_plan(other, index).epoch(0).digest == (
+        lengths.run_plan(other, lengths.build(other, rows())).epoch(0).digest
+    )
+
+
+def test_an_index_with_an_example_that_no_pack_holds_is_refused_by_name(config: Config, written: LengthIndex) -> None:
+    limited = replace(config, data=replace(config.data, max_example_tokens=51))
+    for other in (resized(config, 51), limited):
+        with pytest.raises(UserError, match=r"train\.jsonl:1 has 52 tokens, and 51 are accepted: raise pack\.max_posi"):
+            lengths.load(other)
+
+
+def test_a_plan_that_leaves_long_examples_out_breaks_no_other_and_none_breaks_it(config: Config) -> None:
+    """In either order, and also after the data has changed and only one of the two was planned again."""
+    config = replace(config, data=replace(config.data, on_bad_example="skip"))
+    small, extra = resized(config, 60), [*rows(), *rows(2, prefix=90)]
+
+    def plan(given: Config, some: list[Row]) -> None:
+        kept = [row for row in some if len(row.keys) <= given.pack.max_positions]
+        cut = len(kept) < len(some)
+        index = lengths.build(given, kept, ["too long"] * (len(some) - len(kept)), cut=cut)
+        lengths.write(lengths.index_path(given, cut=cut), index)
+
+    for order in ((small, config), (config, small)):
+        for given in order:
+            plan(given, extra)
+        assert [len(lengths.load(given).sources) for given in (small, config)] == [40, 42]
+    with pytest.raises(UserError, match=r"train\.jsonl:1 has 92 tokens, and 61 are accepted"):
+        lengths.load(resized(config, 61))
+    with Path(config.data.train).open("a") as stream:
+        stream.write("rows\n")
+    plan(small, extra)
+    assert len(lengths.load(small).sources) == 40
+    with pytest.raises(UserError, match=r"made for something else: data \("):
+        lengths.load(config)
 
 
 def test_an_index_of_other_code_is_refused_by_name(
