@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.layer_bytes import ITEMSIZE as ITEMSIZE
 from prefix_train.layer_bytes import LayerBytes, adapted, keeps_middle
@@ -27,6 +28,9 @@ PINNED_CHUNK = 64 << 20
 """Bytes in which offloaded tensors lie in pinned memory."""
 
 WHEN = {"always": "", "loss": "; only while the loss is computed", "layer": "; only in a layer's backward"}
+
+UNPLANNED = "there is no plan of these data, model and options yet (`prefix-train plan CONFIG`): of a made-up pack"
+"""Said before a budget whose pack is none of a plan."""
 
 MASTER_BYTES = 16
 """A trainable parameter: float32 master, gradient, and AdamW's two moments."""
@@ -298,19 +302,31 @@ def summary(budget: Budget) -> dict[str, Any]:
     }
 
 
-def describe(budget: Budget) -> str:
-    """A budget as a table."""
+def describe(budget: Budget, each: Literal["GPU", "rank"] = "GPU") -> str:
+    """A budget as a table. each: what has a device's memory; a rank, where that is the machine's."""
     shape = budget.shape
     lines = [
-        f"a pack of {shape.positions:,} positions: {shape.segments:,} segments, {shape.pairs:.3g} visible pairs, "
-        f"{shape.rows:,} prediction rows",
+        f"a pack of {shape.positions:,} positions: {counted(shape.segments, 'segment')}, {shape.pairs:.3g} visible "
+        f"pairs, {counted(shape.rows, 'prediction row')}",
         f"model FLOPs {budget.model_flops:.4g}, with recomputation {budget.hardware_flops:.4g}",
     ]
-    for place, title in (("gpu", "at most on each GPU"), ("host", "pinned on each node")):
-        lines.append(f"{budget.total(place) / GIB:10.3f} GiB {title}")  # type: ignore[arg-type]
+    for place, title in (("gpu", f"at most on each {each}"), ("host", "pinned on each node")):
+        unit, size = unit_of(budget.total(place))  # type: ignore[arg-type]
+        lines.append(f"{budget.total(place) / size:10.3f} {unit} {title}")  # type: ignore[arg-type]
         lines += [
-            f"{term.bytes / GIB:14.3f} {term.name:<24}{term.formula}{WHEN[term.when]}"
+            f"{term.bytes / size:14.3f} {term.name:<24}{term.formula}{WHEN[term.when]}"
             for term in budget.terms
             if term.place == place
         ]
     return "\n".join(lines)
+
+
+def unit_of(most: int) -> tuple[str, int]:
+    """The unit in which a table up to `most` bytes is read, and its bytes: MiB for what is small in GiB, none for 0."""
+    return ("MiB", 1 << 20) if 0 < most < GIB else ("GiB", GIB)
+
+
+def amount(size: int) -> str:
+    """So many bytes as text."""
+    unit, one = unit_of(size)
+    return f"{size / one:.4g} {unit}"

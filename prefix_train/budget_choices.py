@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from configs import rules
 from configs.schema import Config, MemoryConfig
-from prefix_train.budget import GIB, Budget, Shape, predict
+from prefix_train.budget import GIB, Budget, Shape, amount, predict, unit_of
 
 RESERVE = 4 * GIB
 """Of a GPU, kept free for what no term covers: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation."""
@@ -23,6 +23,28 @@ class Choice:
     gpu_bytes: int
     host_bytes: int
     flops: float
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is for a pack. gpu: bytes of a GPU, or of each rank's part of a machine without one. host: bytes that
+    a node can pin; none: not limited. each: what has `gpu`. said: how much that is and what says so."""
+
+    gpu: int
+    host: int | None
+    each: Literal["GPU", "rank"]
+    said: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a pack fits. largest: positions of the largest that does; 0: none. Where it does not fit: needs: bytes
+    that would hold it; changes: those of one option with which it fits."""
+
+    fits: bool
+    largest: int
+    needs: int | None
+    changes: tuple[str, ...]
 
 
 def choices(config: Config, found: Budget) -> list[Choice]:
@@ -109,22 +131,56 @@ def scaled(shape: Shape, positions: int) -> Shape:
     return Shape(positions, pairs, *map(grow, counts))
 
 
-def summary(listed: list[Choice], gpu_bytes: int | None, largest: int | None) -> dict[str, Any]:
-    """As JSON has it. Nothing fits nowhere: without a GPU there is no largest pack."""
-    return {"choices": [asdict(choice) for choice in listed], "gpu_bytes_there": gpu_bytes, "largest_pack": largest}
+def judge(config: Config, found: Budget, listed: Sequence[Choice], room: Room) -> Verdict:
+    """Whether the pack of `found` fits, the largest that does, and what would help where it does not."""
+
+    def fits(more_gpu: int = 0, more_host: int = 0) -> bool:
+        within = found.total("gpu") + more_gpu <= room.gpu - RESERVE
+        return within and (room.host is None or found.total("host") + more_host <= room.host)
+
+    largest = largest_pack(config, found.shape, room.gpu, room.host)
+    if fits():
+        return Verdict(True, largest, None, ())
+    helping = tuple(choice.change for choice in listed if fits(choice.gpu_bytes, choice.host_bytes))
+    return Verdict(False, largest, found.total("gpu") + RESERVE, helping)
 
 
-def describe(listed: list[Choice], gpu_bytes: int | None, largest: int | None) -> str:
-    """As a table, dearest on the GPU first."""
-    lines = ["one change at a time:   GiB on each GPU   GiB pinned on each node   FLOPs"]
+def summary(listed: Sequence[Choice], room: Room, verdict: Verdict) -> dict[str, Any]:
+    """As JSON has it. `largest_pack` is null where not even one position fits; `would_fit` is where this pack does."""
+    return {
+        "choices": [asdict(choice) for choice in listed],
+        "gpu_bytes_there": room.gpu,
+        "gpu_bytes_kept_free": RESERVE,
+        "fits": verdict.fits,
+        "largest_pack": verdict.largest or None,
+        "would_fit": None if verdict.fits else {"gpu_bytes": verdict.needs, "changes": list(verdict.changes)},
+    }
+
+
+def describe(listed: Sequence[Choice], found: Budget, room: Room, verdict: Verdict, longest: int | None = None) -> str:
+    """As a table, dearest on the GPU first, and what fits. longest: tokens of the longest example, where known."""
+    most = max((abs(choice.gpu_bytes) for choice in listed), default=0)
+    unit, size = unit_of(most)
+    lines = [f"one change at a time:   {unit} on each {room.each:<8}{unit} pinned on each node   FLOPs"]
     for choice in sorted(listed, key=lambda choice: (-choice.gpu_bytes, choice.change)):
         lines.append(
-            f"  {choice.change:<28}{choice.gpu_bytes / GIB:+11.3f}{choice.host_bytes / GIB:+26.3f}{choice.flops:8.3f}"
+            f"  {choice.change:<28}{choice.gpu_bytes / size:+11.3f}{choice.host_bytes / size:+26.3f}{choice.flops:8.3f}"
         )
-    if gpu_bytes is not None:
-        fits = f"{largest:,} positions" if largest else "none"
-        lines.append(
-            f"largest pack of such proportions on a GPU of {gpu_bytes / 1e9:g} GB, {RESERVE / GIB:g} GiB of it kept "
-            f"free: {fits}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_told(found, room, verdict, longest)])
+
+
+def _told(found: Budget, room: Room, verdict: Verdict, longest: int | None) -> list[str]:
+    """Whether it fits and what would, a line each."""
+    needed = f"{amount(found.total('gpu'))} needed and {amount(RESERVE)} kept free"
+    pinned = "" if room.host is None else f", {amount(found.total('host'))} pinned of {room.host / 1e9:g} GB"
+    lines = [f"{'fits' if verdict.fits else 'DOES NOT FIT'}: {needed} of {room.said}{pinned}"]
+    if not verdict.largest:
+        lines.append("largest pack that fits: none, not even one of a single position")
+    else:
+        small = longest is not None and verdict.largest < longest
+        less = f"; too few for the longest example, which has {longest:,} tokens" if small else ""
+        lines.append(f"largest pack that fits, in such proportions: {verdict.largest:,} positions{less}")
+    if verdict.needs is not None:
+        ways = [f"{room.each} memory of {-(-verdict.needs // 10**7) / 100:g} GB", *verdict.changes]
+        lines.append(f"what would hold this pack: {', or '.join(ways)}")
+    return lines

@@ -94,7 +94,10 @@ def plan_command(
 def budget_command(
     where: Where,
     overrides: Overrides = None,
-    gpu_gb: Annotated[float, typer.Option(callback=positive, help="Memory of a GPU, in 10^9 bytes.")] = 80,
+    gpu_gb: Annotated[
+        float | None,
+        typer.Option(callback=positive, help="Memory of a GPU, in 10^9 bytes; this machine's, or 80 without one."),
+    ] = None,
     host_gb: Annotated[
         float | None, typer.Option(callback=positive, help="Memory that a node may pin, in 10^9 bytes.")
     ] = None,
@@ -102,28 +105,29 @@ def budget_command(
 ) -> None:
     """Memory and arithmetic of the run's largest pack, term by term, what each option changes, and what would fit.
 
-    Its segments are those of the plan; before `prefix-train plan`, one example as long as pack.max_positions.
+    Its segments are those of the plan; before `prefix-train plan`, one example as long as pack.max_positions. Ranks on
+    a CPU have this machine's memory, in equal parts.
     """
-    from prefix_train import budget, budget_choices, lengths
+    from prefix_train import budget, budget_choices, budget_room, lengths
 
     config = read(where, overrides)
-    largest_pack = lengths.largest_pack(config, lengths.load(config)) if lengths.index_path(config).exists() else None
+    index = lengths.load(config) if lengths.exists(config) else None
+    largest_pack = None if index is None else lengths.largest_pack(config, index)
+    begin = "" if index is not None else f"{budget.UNPLANNED}\n"
     if config.engine == "stream":
-        from prefix_train.stream import origin, planner
+        from prefix_train.stream import planner
 
-        if config.stream.store is not None and (Path(config.stream.store) / origin.MANIFEST).is_file():
-            origin.require(config)
         plan = planner.make(config, largest_pack)
-        answer(plan.summary(), plan.describe(), as_json)
+        answer(plan.summary(), begin + plan.describe(), as_json)
         return
-    found = budget.predict(config, largest_pack)
+    found, room = budget.predict(config, largest_pack), budget_room.find(config, gpu_gb, host_gb)
     listed = budget_choices.choices(config, found)
-    gpu = int(gpu_gb * 1e9) if config.slurm.gpus_per_node else None
-    host = None if host_gb is None else int(host_gb * 1e9)
-    largest = None if gpu is None else budget_choices.largest_pack(config, found.shape, gpu, host)
+    verdict = budget_choices.judge(config, found, listed, room)
+    longest = None if index is None else int(index.lengths.max())
     answer(
-        budget.summary(found) | budget_choices.summary(listed, gpu, largest),
-        f"{budget.describe(found)}\n{budget_choices.describe(listed, gpu, largest)}",
+        budget.summary(found) | {"planned": index is not None} | budget_choices.summary(listed, room, verdict),
+        f"{begin}{budget.describe(found, room.each)}\n"
+        + budget_choices.describe(listed, found, room, verdict, longest),
         as_json,
     )
 

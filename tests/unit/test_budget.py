@@ -379,6 +379,16 @@ def test_a_budget_is_printed_and_is_json() -> None:
     assert json.loads(json.dumps(summary(budget)))["host_bytes_per_node"] == 693 * GIB
 
 
+def test_what_is_small_is_printed_in_mib_and_one_of_a_kind_in_the_singular() -> None:
+    small = config(model=ModelConfig(build=MODELS["llama"]), memory=MemoryConfig(offload="none"))
+    budget = predict(small, Shape.of([8], [-1], 1))
+    assert 0 < budget.total("gpu") < GIB
+    text = describe(budget, "rank")
+    assert "a pack of 8 positions: 1 segment, 36 visible pairs, 1 prediction row\n" in text
+    assert f"{budget.total('gpu') / 2**20:10.3f} MiB at most on each rank\n" in text
+    assert "     0.000 GiB pinned on each node\n" in text
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if "defaults" not in name])
 def test_every_family_has_a_budget(name: str) -> None:
     gate = ["gate_proj"] if MODELS[name]["model_type"] not in ("mixtral", "qwen3_moe") else []

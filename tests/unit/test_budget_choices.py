@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs import compose
 from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, SlurmConfig
 from prefix_train.budget import GIB, Shape, predict, tensor_bytes
-from prefix_train.budget_choices import RESERVE, choices, describe, largest_pack, scaled, summary
+from prefix_train.budget_choices import RESERVE, Room, choices, describe, judge, largest_pack, scaled, summary
 from tests.unit.test_budget import PACK, config
 from tests.unit.test_geometry import MODELS
 
@@ -76,15 +77,62 @@ def test_a_scaled_shape_keeps_proportions() -> None:
     assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1, 1, 1, 7)
 
 
-def test_choices_are_printed_and_are_json() -> None:
+def room(gpu: int, host: int | None = None) -> Room:
+    return Room(gpu, host, "GPU", f"a GPU of {gpu / 1e9:g} GB")
+
+
+def told(gpu: int, host: int | None = None, longest: int | None = None) -> tuple[str, dict[str, Any]]:
+    """What is said of PACK and a GPU, as text and as JSON."""
     given = config()
-    listed = choices(given, predict(given, PACK))
-    text = describe(listed, EIGHTY, 100_000)
-    assert "80 GB, 4 GiB of it kept free: 100,000 positions" in text
+    found = predict(given, PACK)
+    listed = choices(given, found)
+    verdict = judge(given, found, listed, room(gpu, host))
+    text = describe(listed, found, room(gpu, host), verdict, longest)
     assert all(choice.change in text for choice in listed)
-    assert "none" in describe(listed, EIGHTY, 0)
-    assert "largest" not in describe(listed, None, None)
-    assert summary(listed, None, None)["largest_pack"] is None
+    return text, summary(listed, room(gpu, host), verdict)
+
+
+def test_what_fits_is_said_with_the_largest_pack() -> None:
+    text, found = told(EIGHTY)
+    needed = predict(config(), PACK).total("gpu") / GIB
+    largest = largest_pack(config(), PACK, EIGHTY)
+    *_, fits, most = text.splitlines()
+    assert fits == f"fits: {needed:.4g} GiB needed and 4 GiB kept free of a GPU of 80 GB"
+    assert most == f"largest pack that fits, in such proportions: {largest:,} positions"
+    assert (found["fits"], found["largest_pack"], found["would_fit"]) == (True, largest, None)
+    assert largest >= PACK.positions
+    text, _ = told(EIGHTY, longest=largest + 1)
+    assert text.endswith(f"positions; too few for the longest example, which has {largest + 1:,} tokens")
+
+
+def test_what_does_not_fit_is_said_with_what_would() -> None:
+    needed = predict(config(), PACK).total("gpu")
+    gpu = needed + RESERVE - 1
+    text, found = told(gpu)
+    *_, fits, most, ways = text.splitlines()
+    assert fits.startswith("DOES NOT FIT: ")
+    assert 0 < found["largest_pack"] < PACK.positions
+    assert f" {found['largest_pack']:,} positions" in most
+    assert found["would_fit"]["gpu_bytes"] == gpu + 1
+    assert "no adapter on q_proj" in found["would_fit"]["changes"]
+    assert ways.startswith(f"what would hold this pack: GPU memory of {(gpu + 1) / 1e9:.2f}"[:-2])
+    assert ways.endswith(found["would_fit"]["changes"][-1])
+    assert told(gpu + 1)[1]["fits"]
+
+
+def test_where_nothing_fits_that_is_said_and_null() -> None:
+    text, found = told(GIB)
+    assert "\nlargest pack that fits: none, not even one of a single position\nwhat would hold this pack: " in text
+    assert (found["fits"], found["largest_pack"], found["would_fit"]["changes"]) == (False, None, [])
+    assert found["would_fit"]["gpu_bytes"] == predict(config(), PACK).total("gpu") + RESERVE
+
+
+def test_what_a_node_cannot_pin_does_not_fit() -> None:
+    text, found = told(EIGHTY, host=GIB)
+    assert "DOES NOT FIT" in text
+    assert not found["fits"]
+    assert f" pinned of {GIB / 1e9:g} GB" in text
+    assert "memory.offload=none" not in found["would_fit"]["changes"], "then the GPU would not hold it"
 
 
 # What sets options so that a single change of another may be forbidden.

@@ -27,6 +27,7 @@ WITHOUT_TORCH = [
     "prefix_train",
     "prefix_train.budget",
     "prefix_train.budget_choices",
+    "prefix_train.budget_room",
     "prefix_train.layer_bytes",
     "prefix_train.shape",
     "prefix_train.cli",
