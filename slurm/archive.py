@@ -23,6 +23,7 @@ KEPT = (
     runfolder.JOB,
     runfolder.PLAN,
     runfolder.RESULT,
+    runfolder.END,
     runfolder.METRICS,
     f"{runfolder.LIVES}/*.json",
     f"{runfolder.HEARTBEAT}/*.json",

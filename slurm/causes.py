@@ -55,6 +55,13 @@ def of(end: End) -> Cause:
     return "mistake" if end.status == MISTAKE else "raised"
 
 
+def mistake(end: End) -> str | None:
+    """What a rank says is the user's to put right, as one line; None where it ended for another reason."""
+    if of(end) != "mistake" or end.exception in (None, SystemExit.__name__):
+        return None
+    return " ".join((end.message or "").split())
+
+
 def lost_connections(end: End) -> bool:
     """Whether the rank only shows that another one, or the network, had gone before."""
     return bool(end.message and LOST_CONNECTION.search(end.message))

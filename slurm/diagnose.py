@@ -21,13 +21,14 @@ from configs.console import run as run_app
 from configs.errors import UserError
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
-from slurm import alarms, archive, evidence, life, presence, verdict
+from slurm import alarms, archive, ending, evidence, life, presence, verdict
 from slurm.evidence import Alarm, Node, Rank, Seen
 from slurm.verdict import Verdict
 
 ENDED_WELL = (0, runfolder.STOPPED)
 READ = (
     runfolder.ATTEMPT,
+    runfolder.END,
     *(name for folder in (runfolder.HEARTBEAT, runfolder.LIVES) for name in (folder, f"{folder}/*.json")),
     *(runfolder.LOGS, f"{runfolder.LOGS}/*.json"),
     *(runfolder.HANGS, f"{runfolder.HANGS}/*", f"{runfolder.HANGS}/*/*.json"),
@@ -74,8 +75,8 @@ def diagnose(run: Path, hang: int | None = None) -> Diagnosis:
     attempt = runfolder.current_attempt(run)
     found = [(int(folder.name), each) for folder in verdict.folders(run) if (each := _of_hang(run, folder))]
     found = [(number, each) for number, each in found if each.attempt == attempt]
-    if ending := [item for item in found if item[1].ends]:
-        number, each = max(ending, key=lambda item: bool(item[1].ranks))
+    if decisive := [item for item in found if item[1].ends]:
+        number, each = max(decisive, key=lambda item: bool(item[1].ranks))
         return Diagnosis(run, number, each, "")
     ends = [end for end in heartbeat.read_ends(run) if end.attempt == attempt]
     if any(end.status not in ENDED_WELL for end in ends):
@@ -159,6 +160,8 @@ def _standing(run: Path, attempt: int, ends: Sequence[End]) -> str:
         return f"nothing to explain: the run is complete; see {run / runfolder.RESULT}"
     if ends:
         return f"nothing to explain: {len(ends)} ranks of life {attempt} ended well"
+    if (bad := ending.bad(run, attempt)) is not None:
+        return bad.line
     if not heartbeat.read(run):
         return f"nothing to explain yet: no rank has given a heartbeat in life {attempt}"
     return "no hang is known and no rank has ended; --now looks at the ranks of a run that is alive"

@@ -26,7 +26,21 @@ from configs.console import run as run_app
 from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import End
-from slurm import acts, causes, diagnose, evidence, launch, life, memory, policy, presence, scheduler, unequal, verdict
+from slurm import (
+    acts,
+    causes,
+    diagnose,
+    ending,
+    evidence,
+    launch,
+    life,
+    memory,
+    policy,
+    presence,
+    scheduler,
+    unequal,
+    verdict,
+)
 from slurm.launch import Said
 from slurm.policy import Cause, Life
 from slurm.presence import Presence
@@ -102,7 +116,9 @@ def _failed(failed: Sequence[End], ends: Sequence[End]) -> Outcome:
     if cause == "network":
         host = causes.suspect(failed, causes.addresses)
         ranks = tuple(end.rank for end in ends if end.host == host)
-    return Outcome(_status(first), f"failed: {_sentence(first)}", cause, ranks)
+    mistake = causes.mistake(first)
+    line = f"failed: {_sentence(first)}" if mistake is None else f"error: {mistake}"
+    return Outcome(_status(first), line, cause, ranks)
 
 
 def _by_rings(run: Path, attempt: int, first: End, found: Outcome) -> Outcome:
@@ -301,6 +317,7 @@ def main(
         ended, again = _end(run, outcome)
     except (runfolder.StaleAttempt, OSError) as error:
         ended, again = Outcome(FAILED, f"failed: {error}"), None
+    ending.write(run, ended.status, ended.cause, ended.line)
     print(ended.line, file=sys.stdout if ended.status == 0 else sys.stderr, flush=True)
     if again is not None:
         begin_again(run, again)

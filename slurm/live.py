@@ -16,6 +16,9 @@ from configs import runfolder
 PROGRESS = re.compile(r"update \d+/(\d+)  ")
 """How rank 0 reports progress in its log, where there is no terminal."""
 
+MISTAKE = "error: "
+"""How a rank's log tells a user's mistake, which is the job's last line too."""
+
 
 class Follower:
     """What is added to a file, whole lines at a time."""
@@ -54,6 +57,8 @@ class Live:
     def show(self, *, rest: bool = False) -> None:
         """Show what has come since the last call; with `rest` to the very end."""
         for line in self._log.lines(rest=rest):
+            if line.startswith(MISTAKE):
+                continue
             progress = PROGRESS.match(line)
             if self._bar is None:
                 print(line, file=self._stream, flush=True)

@@ -28,7 +28,7 @@ from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.rules import time_limit_s
 from configs.schema import Config
-from slurm import acts, finish, job, life
+from slurm import acts, ending, finish, job, life
 from slurm.acts import Act
 from slurm.finish import Outcome
 from slurm.live import Live
@@ -219,6 +219,7 @@ def main(run: Annotated[Path, typer.Argument(help="Run folder.")]) -> int:
     except KeyboardInterrupt as interrupt:
         number = interrupt.args[0] if interrupt.args else signal.SIGINT
         ended = finish.interrupted(run, Outcome(128 + number, ""), number)
+    ending.write(run, ended.status, ended.cause, ended.line)
     print(ended.line, file=sys.stdout if ended.status == 0 else sys.stderr, flush=True)
     if ended.status == 0:
         print_json(runfolder.read_json(run / runfolder.RESULT))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from slurm import frames, memory, signs, unequal, wording
+from slurm import causes, frames, memory, signs, unequal, wording
 from slurm.finding import Finding, Kind, Rule, Sure
 from slurm.views import Case, View
 
@@ -54,6 +54,11 @@ def raised(case: Case) -> Finding | None:
     same = [view for view in told if view.end and (view.end.exception, view.end.message) == signs.what(first)]
     advice = f"read the traceback in logs/rank{first.rank}.log"
     named = signs.named_by(first)
+    if (mistake := causes.mistake(first.end)) is not None:
+        advice = "put that right, then go on: python -m slurm.submit RUN; or submit the configuration anew"
+        ranks = () if len(same) == len(case.views) or named is None else (named,)
+        clause = f"error: {mistake.rstrip('.')}"
+        return Finding("rank_raised", ranks, clause, first.where, advice=advice)
     if len(same) > 1 and len(same) == len(case.views):
         clause = f"all {len(same)} ranks agreed to stop: each {wording.ended(first)}"
         return Finding("rank_raised", () if named is None else (named,), clause, first.where, advice=advice)

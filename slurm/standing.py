@@ -19,7 +19,7 @@ from configs.schema import Config
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
 from preflight import drain
-from slurm import deadlines, life, presence, records, verdict
+from slurm import deadlines, ending, life, presence, records, verdict
 from slurm.evidence import UNREADABLE
 from slurm.finish import ENDED_WELL
 from slurm.presence import Presence
@@ -196,10 +196,12 @@ def _end(run: Path, attempt: int) -> str | None:
         result = asdict(records.read(run / runfolder.RESULT, _Result))
         figures = [f"{name.replace('_', ' ')} {figure:.4g}" for name, figure in result.items() if figure is not None]
         return ", ".join(["complete", *figures])
+    if (bad := ending.bad(run, attempt)) is not None:
+        return bad.line
     path = run / runfolder.LIVES / f"{attempt}.json"
-    if not path.exists() or (ending := records.read(path, _Ending)).cause is None:
+    if not path.exists() or (told := records.read(path, _Ending)).cause is None:
         return None
-    return f"life {attempt} ended: {ending.cause}; {ending.why}"
+    return f"life {attempt} ended: {told.cause}; {told.why}"
 
 
 def _doubts(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 
-from slurm import frames
+from slurm import causes, frames
 from slurm.evidence import Collective
 from slurm.views import Case, View
 
@@ -134,6 +134,8 @@ def ended(view: View) -> str:
     when = f" in update {end.update}" if end.update else ""
     if end.signal:
         return f"was ended by {end.signal}{when}" + (f": {end.message}" if end.message else "")
+    if causes.mistake(end) is not None:
+        return f"stopped{when}: {brief(end.message or '')}"
     if end.exception:
         message = brief(end.message or "")
         place = f" at {short(end.where)}" if end.where else ""

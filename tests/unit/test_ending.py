@@ -1,0 +1,147 @@
+"""How a job ended, as one line, for those who ask later: status and diagnose say what the job said last."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from configs import compose, runfolder
+from configs.errors import UserError
+from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig
+from prefix_train import heartbeat
+from slurm import causes, diagnose, ending, finish, live, local, standing, status
+from slurm.finish import Outcome
+
+GATE = "FAIL node3: fail: host.memory: 0.3 GiB are free -> free some (and 1 more)"
+CHANGED = "held-out example 3 is gone: data/heldout.jsonl; put it back"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder in its second life, of two ranks."""
+    config = Config(
+        model=ModelConfig(build={"model_type": "qwen3"}),
+        data=DataConfig(train="/train.jsonl"),
+        pack=PackConfig(packs_per_update=2),
+        train=TrainConfig(updates=3),
+        cluster="local",
+        slurm=SlurmConfig(tasks_per_node=2),
+    )
+    runfolder.write_text(tmp_path / runfolder.CONFIG, compose.to_yaml(config))
+    runfolder.write_text(tmp_path / runfolder.ATTEMPT, "1\n")
+    monkeypatch.setenv("PREFIX_TRAIN_ATTEMPT", "1")
+    return tmp_path
+
+
+def leave(run: Path, ended: Outcome) -> None:
+    ending.write(run, ended.status, ended.cause, ended.line)
+
+
+def test_a_failed_preflight_is_named_with_its_first_check(run: Path) -> None:
+    runfolder.write_text(run / "preflight/1/report.txt", f"{GATE}\nmore\n")
+    leave(run, finish.act_failed(run, "gate", 1))
+    one = standing.look(run, None, 0.0)
+    for said in (status.page(one), status.table([one]), diagnose.diagnose(run).text()):
+        assert f"failed: preflight: {GATE}; training did not start" in said
+    assert "nothing to explain" not in diagnose.diagnose(run).text()
+
+
+def test_an_act_that_failed_is_named(run: Path) -> None:
+    leave(run, finish.act_failed(run, "plan", 2))
+    assert "failed: plan ended with status 2; training did not start" in diagnose.diagnose(run).text()
+    assert "failed: plan ended with status 2" in status.page(standing.look(run, None, 0.0))
+
+
+def test_without_a_word_of_the_end_there_is_nothing_to_say(run: Path) -> None:
+    """As it was for every job of one machine."""
+    assert "nothing to explain yet" in diagnose.diagnose(run).text()
+    assert "end  " not in status.page(standing.look(run, None, 0.0))
+
+
+def test_an_earlier_life_and_a_good_end_say_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(run, Outcome(runfolder.STOPPED, "stopped as asked", "stopped"))
+    assert ending.bad(run, 1) is None
+    leave(run, Outcome(1, "failed", "raised"))
+    assert ending.bad(run, 1) is not None
+    assert ending.bad(run, 2) is None
+    runfolder.write_text(run / runfolder.ATTEMPT, "2\n")
+    assert "nothing to explain yet" in diagnose.diagnose(run).text()
+
+
+def test_a_process_of_an_earlier_life_leaves_no_word(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runfolder.write_text(run / runfolder.ATTEMPT, "2\n")
+    leave(run, Outcome(1, "failed: late", "raised"))
+    assert not (run / runfolder.END).exists()
+    assert "end.json cannot be written: attempt 1 may not write" in capsys.readouterr().err
+
+
+def test_damage_is_named(run: Path) -> None:
+    (run / runfolder.END).write_text("{")
+    with pytest.raises(runfolder.Damaged, match=r"end\.json is damaged"):
+        standing.look(run, None, 0.0)
+
+
+def mistake(run: Path, ranks: int = 2, message: str = CHANGED) -> None:
+    """All ranks end with a mistake that they have agreed on."""
+    for rank in range(ranks):
+        heartbeat.Heartbeat(run, rank, ranks).phase("evaluate", 2)
+        try:
+            raise UserError(message)
+        except UserError as error:
+            heartbeat.ended(run, rank, ranks, error=error)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mistake_within_a_rank_is_one_line(run: Path, ranks: int) -> None:
+    mistake(run, ranks)
+    found = finish.conclude(run, 0)
+    assert (found.status, found.cause, found.ranks) == (2, "mistake", ())
+    assert found.line == f"error: {CHANGED}"
+    leave(run, found)
+    told = diagnose.diagnose(run).text()
+    assert told.startswith(f"error: {CHANGED}.")
+    assert "traceback" not in told
+    assert "UserError" not in told
+    assert f"python -m slurm.submit {run}" in told
+    assert f"error: {CHANGED}" in status.table([standing.look(run, None, 0.0)])
+
+
+def test_a_long_mistake_is_told_whole(run: Path) -> None:
+    message = "x" * 150 + " expected " + "y" * 150 + ", found z; build it again"
+    mistake(run, message=message)
+    assert diagnose.diagnose(run).text().startswith(f"error: {message}.")
+
+
+def test_an_exit_with_status_two_and_an_exception_are_no_mistakes(run: Path) -> None:
+    for error in (SystemExit(2), ValueError("odd")):
+        heartbeat.ended(run, 0, 1, error=error)
+        (end,) = heartbeat.read_ends(run)
+        assert causes.mistake(end) is None
+        assert finish.conclude(run, 0).line.startswith("failed: rank 0 on ")
+
+
+def test_the_line_of_a_mistake_is_shown_once(run: Path) -> None:
+    """The rank's log has it, and the job says it last."""
+    stream = StringIO()
+    shown = live.Live(run, 3, stream)
+    runfolder.write_text(run / "logs/rank0.log", f"begins: 3 updates\nerror: {CHANGED}\n")
+    shown.show(rest=True)
+    assert stream.getvalue() == "begins: 3 updates\n"
+
+
+def test_a_local_job_leaves_its_last_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "run_job", lambda run: Outcome(78, "failed: preflight: x", "gate"))
+    assert local.main(run) == 78
+    assert json.loads((run / runfolder.END).read_text()) == {
+        "attempt": 1, "status": 78, "cause": "gate", "line": "failed: preflight: x"
+    }  # fmt: skip
+
+
+def test_a_slurm_job_leaves_its_last_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finish.scheduler, "outlive_requeue", lambda: None)
+    monkeypatch.setattr(finish, "_end", lambda run, outcome: (Outcome(2, "error: x", "mistake"), None))
+    assert finish.main(run, "2") == 2
+    assert "error: x" in status.page(standing.look(run, None, 0.0))
