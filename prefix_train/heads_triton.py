@@ -17,6 +17,9 @@ from prefix_train.heads import NORMS, Norm
 ELEMENTS = 2048
 """Of one head of one program's tokens: each of its threads has 16."""
 
+ROUNDING = {"enable_fp_fusion": False}
+"""A product that is rounded before it is added stays so: else both become one operation of 16 bits that rounds once."""
+
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _rounded(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -149,14 +152,14 @@ def _gate_back_kernel(  # type: ignore[no-untyped-def]
 
 
 def rotate(x: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `heads.rotated`."""
+    """See `heads.rotated`. Each head's tokens lie together: cuDNN reads them faster so (1.3% of its time)."""
     count, heads, size = x.shape
-    out, rows = x.new_empty(count, heads, size), rows_for(size)
+    out, rows = x.new_empty(heads, count, size).transpose(0, 1), rows_for(size)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _rotate_kernel[(triton.cdiv(count, rows),)](
             x, None if norm is None else norm.weight, cos, sin, out, count, heads, *x.stride()[:2], *out.stride()[:2],
             cos.stride(0), sin.stride(0), 0.0 if norm is None else norm.eps,
-            NORM=_kind(norm), HALF=cos.shape[1] // 2, **_sizes(size),
+            NORM=_kind(norm), HALF=cos.shape[1] // 2, **_sizes(size), **ROUNDING,
         )  # fmt: skip
     return out
 
@@ -176,7 +179,7 @@ def rotate_back(
             grad, x, None if norm is None else norm.weight, cos, sin, into, sums, count, heads, *grad.stride()[:2],
             *((0, 0) if x is None else x.stride()[:2]), *into.stride()[:2], cos.stride(0), sin.stride(0),
             0.0 if norm is None else norm.eps,
-            NORM=_kind(norm), LEARNED=learned, HALF=cos.shape[1] // 2, **_sizes(size),
+            NORM=_kind(norm), LEARNED=learned, HALF=cos.shape[1] // 2, **_sizes(size), **ROUNDING,
         )  # fmt: skip
     return None if sums is None else sums.sum(0)
 
@@ -187,7 +190,7 @@ def gate(x: Tensor, gate: Tensor) -> Tensor:
     out = x.new_empty(count, heads * size)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gate_kernel[(triton.cdiv(count, rows_for(size)) * heads,)](
-            x, gate, out, count, heads, *x.stride()[:2], *gate.stride()[:2], **_sizes(size)
+            x, gate, out, count, heads, *x.stride()[:2], *gate.stride()[:2], **_sizes(size), **ROUNDING
         )
     return out
 
@@ -198,7 +201,17 @@ def gate_back(grad: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     into = x.new_empty(count, heads, size)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         _gate_back_kernel[(triton.cdiv(count, rows_for(size)) * heads,)](
-            grad, x, gate, into, count, heads, grad.stride(0), *x.stride()[:2], *gate.stride()[:2], **_sizes(size)
+            grad,
+            x,
+            gate,
+            into,
+            count,
+            heads,
+            grad.stride(0),
+            *x.stride()[:2],
+            *gate.stride()[:2],
+            **_sizes(size),
+            **ROUNDING,
         )
     return into
 

@@ -41,7 +41,8 @@ for name, given in json.loads(sys.argv[1]):
     if "sums" in kinds:
         kinds["sums"] = "*fp32"
     source = ASTSource(fn=kernel, signature=kinds, constexprs=given, attrs=aligned)
-    print(json.dumps(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+    target = GPUTarget("cuda", 90, 32)
+    print(json.dumps(triton.compile(source, target=target, options=heads_triton.ROUNDING).asm["ptx"]))
 """
 
 
@@ -64,6 +65,7 @@ def test_moves_sixteen_bytes_at_a_time_and_spills_nothing(number: int, compiled:
     assert {one[0] for one in moved if one[1:] == ("v4", "b32")} == {"ld", "st"}
     assert smaller.count("ld") <= (2 if given.get("NORM") else 0)
     assert smaller.count("st") <= (1 if given.get("LEARNED") else 0)
+    assert not re.search(r"fma\.rn\.(relu\.)?b?f16", ptx), "a product that is to be rounded is not"
     (tmp_path / "kernel.ptx").write_text(ptx)
     command = [PTXAS, "-arch=sm_90a", "-v", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
