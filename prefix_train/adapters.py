@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -38,7 +41,7 @@ def attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftMode
         target_modules=list(names),
         modules_to_save=mergers or None,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), old_name_in_peft():
         torch.manual_seed(seed_of(str(seed), "adapters"))
         try:
             adapted = get_peft_model(model, lora)
@@ -50,6 +53,14 @@ def attach(model: PreTrainedModel, config: AdapterConfig, seed: int) -> PeftMode
     if config.dropout > 0:
         _seed_dropouts(adapted, config.masks == "counted")
     return adapted
+
+
+@contextmanager
+def old_name_in_peft() -> Iterator[None]:
+    """PEFT 0.21 asks a model of transformers 5.24 by a name that is deprecated there, which its authors can change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def target_names(found: anatomy.Anatomy, targets: list[str]) -> list[str]:

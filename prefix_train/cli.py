@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,9 @@ from prefix_train.bench_cli import app as bench_app
 from prefix_train.compare.cli import compare_command
 from prefix_train.exports.cli import check_command, export_command
 from prefix_train.stream.cli import app as stream_app
+
+MANY, FEW = 64, 2
+"""Examples that `verify` compares: of a run, and in the five ways of --engine stream."""
 
 app = make_app("Fine-tunes (vision-)language models on shared-prefix packs. Start with `make demo`.")
 data_app = make_app("Write demonstration data. Example: prefix-train data digits")
@@ -181,7 +185,9 @@ def train_command(run_folder: RunFolder) -> int:
 def verify_command(
     where: Where,
     overrides: Overrides = None,
-    examples: Annotated[int, typer.Option(min=1, help="Held-out examples to compare.")] = 64,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Held-out examples to compare: 64, with --engine stream 2.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="`stream`: check that engine instead of a run's outcome.")] = None,
     as_json: Json = False,
 ) -> int:
@@ -190,12 +196,12 @@ def verify_command(
     With --engine stream: that engine on its store and data, against the resident engine and autograd in float64.
     """
     if engine is not None:
-        return verify_engine(read(where, overrides), engine, examples, as_json)
+        return verify_engine(read(where, overrides), engine, examples or FEW, as_json)
     if not where.is_dir() or overrides:
         raise UserError(f"verify {where}: give a run folder alone; a configuration goes with --engine stream")
     from prefix_train import review
 
-    found = review.verify(where, examples)
+    found = review.verify(where, examples or MANY)
     answer(found, json.dumps(found, indent=1), as_json)
     return 0 if found["passed"] else 1
 
@@ -208,9 +214,10 @@ def verify_engine(config: Config, engine: str, examples: int, as_json: bool) -> 
 
     from prefix_train.stream import checks
 
-    torch.set_num_threads(config.train.threads)
+    # A run's ranks share the machine; here one process computes, and both engines by the same threads.
+    torch.set_num_threads(max(config.train.threads, len(os.sched_getaffinity(0))))
     device = torch.device("cuda" if torch.cuda.is_available() and config.slurm.gpus_per_node else "cpu")
-    found = checks.run(config, examples, device)
+    found = checks.run(config, examples, device, lambda line: print(line, file=sys.stderr, flush=True))
     answer(checks.summary(found), checks.table(found), as_json)
     return 0 if checks.summary(found)["passed"] else 1
 
@@ -259,7 +266,18 @@ def report_command(
 
 def main() -> None:
     """Entry point of the console script."""
+    be_quiet()
     run(app)
+
+
+def be_quiet() -> None:
+    """Have transformers, which has not been imported yet, say no more than errors, and draw no bars into a file.
+
+    What its own model falls back to is said where it matters: under `kernels` in `result.json`, and by preflight.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 if __name__ == "__main__":

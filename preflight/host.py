@@ -128,7 +128,8 @@ def check_limits(setting: Setting) -> Finding:
 
 
 def check_clock(setting: Setting) -> Finding:
-    """This node's clock against that of whoever keeps the run folder: a file server's, or its own."""
+    """This node's clock against that of whoever keeps the run folder (without a run, the working folder): a file
+    server's, or its own."""
     before = time.time()
     with tempfile.NamedTemporaryFile(dir=setting.folder, prefix=".clock.") as file:
         file.write(b"x")
@@ -137,13 +138,11 @@ def check_clock(setting: Setting) -> Finding:
         kept = os.stat(file.name).st_mtime
     # Coarse file times may lie a tick before the call that made them.
     skew = 0.0 if before - 0.1 <= kept <= after + 0.1 else (before + after) / 2 - kept
-    facts, found = (
-        {"skew_s": round(skew, 3)},
-        f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the run folder's",
-    )
+    whose = "the run folder's" if setting.run else f"that of the files in {setting.folder}"
+    facts, found = {"skew_s": round(skew, 3)}, f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} {whose}"
     if abs(skew) > MOST_SKEW_S:
         return Finding("host.clock", "fail", f"the clock is {found}", "start time synchronisation (chronyd)", facts)
-    return Finding("host.clock", "pass", "the clock agrees with the run folder's", "", facts)
+    return Finding("host.clock", "pass", f"the clock agrees with {whose}", "", facts)
 
 
 def check_environment(setting: Setting) -> Finding:

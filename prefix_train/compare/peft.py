@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from prefix_train import model as models
+from prefix_train.adapters import old_name_in_peft
 from prefix_train.compare.case import Case, draw, factors, labels
 from prefix_train.stream.manifest import Stored
 from prefix_train.stream.nf4 import BLOCK, BLOCK2
@@ -34,7 +35,8 @@ class Peft:
         lora = LoraConfig(
             r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=0.0, target_modules=list(adapter.targets)
         )
-        self.model: Any = get_peft_model(base, lora)
+        with old_name_in_peft():
+            self.model: Any = get_peft_model(base, lora)
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         base.enable_input_require_grads()
         base.config.use_cache = False

@@ -30,6 +30,7 @@ from prefix_train.plan import plan_heldout
 from prefix_train.render import Example, Renderer
 from prefix_train.stream import engine, figures, planner
 from prefix_train.stream.engine import Streamed
+from prefix_train.stream.progress import Progress
 from prefix_train.stream.schedule import reads
 from prefix_train.stream.store import Store
 from prefix_train.tensors import digest
@@ -89,14 +90,14 @@ class Subject:
         root = models.Root(prepared, dtype, train.loss_chunk_rows, self.images, train.loss_chunk_words)
         return root.to(self.device)
 
-    def alone(self) -> Half:
+    def alone(self, examples: Sequence[Example]) -> Half:
         """transformers' own model in float64."""
         model, _ = engine.load(self.config.model, self.store, whole=True)
         adapted = models.adapt(model, self.config)
         draw_adapters(adapted)
         adapted.to(self.device, torch.float64)
         with plain_torch(anatomy.find(adapted).decoder), Wide():
-            return verify.standalone(adapted, self.examples)
+            return verify.standalone(adapted, examples)
 
     @property
     def images(self) -> bool:
@@ -132,9 +133,11 @@ def draw_adapters(model: nn.Module) -> None:
                 parameter.normal_(0.0, 0.02, generator=draw)
 
 
-def run(config: Config, examples: int, device: torch.device) -> list[Check]:
-    """All checks. Raises UserError for a store or data that cannot be used at all."""
-    Store.open(engines.open_store(config).folder, check="hash")
+def run(config: Config, examples: int, device: torch.device, say: Callable[[str], None]) -> list[Check]:
+    """All checks. Raises UserError for a store or data that cannot be used at all. say: gets lines of progress."""
+    opened = engines.open_store(config)
+    say(f"reading every byte of {opened.folder}")
+    Store.open(opened.folder, check="hash")
     subject = Subject.of(config, examples, device)
     blocks = len(subject.store.layers)
     roots: list[tuple[str, Callable[[], models.Root]]] = [
@@ -143,14 +146,25 @@ def run(config: Config, examples: int, device: torch.device) -> list[Check]:
         ("one block resident", lambda: subject.streamed(1)),
         ("all blocks resident", lambda: subject.streamed(blocks)),
     ]
-    halves = {name: verify.packed(make(), subject.packs, subject.examples) for name, make in roots}
-    alone = subject.alone()
+    progress = Progress(_work(subject, [name for name, _ in roots]), say)
+    halves = {
+        name: verify.packed(make(), progress.part(subject.packs, "pack"), subject.examples) for name, make in roots
+    }
+    alone = subject.alone(progress.part(subject.examples, "example"))
+    progress.part(subject.packs, "pack")
     return [
         Check("store", True, f"{len(subject.store.blocks)} files", "every byte as it was written"),
         *_same(halves),
         *(_near(name, half, alone, subject.config) for name, half in halves.items()),
         *_update(subject),
     ]
+
+
+def _work(subject: Subject, names: Sequence[str]) -> dict[str, float]:
+    """Parts of the comparison by what they compute: rows of float32, of which float64 takes twice as long."""
+    positions = sum(pack.positions for pack in subject.packs)
+    alone = sum(len(example.ids) for example in subject.examples)
+    return {**dict.fromkeys(names, positions), "autograd in float64": 2 * alone, "one update": positions}
 
 
 def _same(halves: dict[str, Half]) -> list[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def failed(config: Config) -> set[str]:
-    return {check.name for check in checks.run(config, EXAMPLES, CPU) if not check.passed}
+    return {check.name for check in checks.run(config, EXAMPLES, CPU, print) if not check.passed}
 
 
 def test_every_check_passes(config: Config, tmp_path: Path) -> None:
@@ -74,6 +75,28 @@ def test_every_check_passes(config: Config, tmp_path: Path) -> None:
     names = [check["name"] for check in found["checks"]]
     assert len(names) == len(set(names)) == 14
     assert "14 of 14 checks passed" in done.output
+
+
+def test_a_check_that_takes_long_says_what_it_is_at_and_how_long_it_will_be(config: Config) -> None:
+    said: list[str] = []
+    assert all(check.passed for check in checks.run(config, cli.FEW, CPU, said.append))
+    assert re.fullmatch(r"reading every byte of .*/store", said[0])
+    assert re.fullmatch(r"1 of 6: resident engine, \d packs?", said[1])
+    names = ["no block resident", "one block resident", "all blocks resident", "autograd in float64", "one update"]
+    told = [line for line in said[2:] if re.match(r"\d of 6: [^,]*, \d+ (pack|example)s?;", line)]
+    assert [line.split(": ")[1].split(",")[0] for line in told] == names
+    assert all(re.search(r"; about \d+:\d\d:\d\d left$", line) for line in told)
+
+
+def test_by_default_few_examples_are_taken(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five ways of computing 64 examples take hours on a CPU."""
+    asked: list[int] = []
+    monkeypatch.setattr(checks, "run", lambda config, examples, device, say: asked.append(examples) or [])
+    monkeypatch.setattr(checks, "table", lambda found: "")
+    (tmp_path / "run.yaml").write_text(compose.to_yaml(config))
+    for more in ([], ["--examples", "64"]):
+        CliRunner().invoke(cli.app, ["verify", str(tmp_path / "run.yaml"), "--engine", "stream", *more])
+    assert asked == [2, 64]
 
 
 def plant_order(patch: pytest.MonkeyPatch) -> None:
@@ -196,7 +219,7 @@ def test_a_store_that_was_changed_is_refused(config: Config, tmp_path: Path) -> 
     (copy / block.file).write_bytes(content)
     changed = replace(config, stream=replace(config.stream, store=str(copy)))
     with pytest.raises(UserError, match=r"block\.1"):
-        checks.run(changed, EXAMPLES, CPU)
+        checks.run(changed, EXAMPLES, CPU, print)
 
 
 def test_another_engine_has_no_such_checks(config: Config, tmp_path: Path) -> None:

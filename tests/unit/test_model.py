@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ from tests import models, tiny_vision
 def options(**given: object) -> Config:
     adapter = AdapterConfig(rank=2, dropout=float(given.get("dropout", 0.0)), merger=bool(given.get("merger", True)))
     return Config(train=TrainConfig(trainable=given.get("trainable", "adapter")), adapter=adapter)  # type: ignore[arg-type]
+
+
+def test_adapting_a_model_warns_of_nothing() -> None:
+    """PEFT asks transformers by an old name; `get_peft_model` alone does warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.adapt(models.build("qwen3"), options())
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
+        adapters.get_peft_model(models.build("qwen3"), adapters.LoraConfig(target_modules=["q_proj"]))
 
 
 # Load.

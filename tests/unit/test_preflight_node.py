@@ -229,6 +229,13 @@ def test_states_of_infiniband_ports(tmp_path: Path) -> None:
     assert network.infiniband(tmp_path / "none") == {}
 
 
+def test_a_machine_by_itself_has_no_run_folder_to_agree_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone, run = host.check_clock(Setting()), host.check_clock(Setting(run=tmp_path))
+    assert alone.found == f"the clock agrees with that of the files in {tmp_path}"
+    assert run.found == "the clock agrees with the run folder's"
+
+
 def test_a_clock_far_from_the_file_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert host.check_clock(Setting(run=tmp_path)).state == "pass"
     now = host.time.time()
