@@ -214,8 +214,7 @@ def verify_engine(config: Config, engine: str, examples: int, as_json: bool) -> 
 
     from prefix_train.stream import checks
 
-    # A run's ranks share the machine; here one process computes, and both engines by the same threads.
-    torch.set_num_threads(max(config.train.threads, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(config.train.threads)
     device = torch.device("cuda" if torch.cuda.is_available() and config.slurm.gpus_per_node else "cpu")
     found = checks.run(config, examples, device, lambda line: print(line, file=sys.stderr, flush=True))
     answer(checks.summary(found), checks.table(found), as_json)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -34,6 +35,14 @@ ELEMENT = "%a"
 
 LEAKS = ("SLURM", "SBATCH", "SRUN", "SUBMITIT", "PMI", "TORCHELASTIC")
 """Beginnings of variables that a job's environment must not bring into a job submitted from within it."""
+NO_SLURM = re.compile(
+    r"unable to contact slurm controller|could not establish a configuration source|failed to fetch config"
+    r"|socket timed out|connection refused|zero bytes were transmitted",
+    re.IGNORECASE,
+)
+"""How sbatch says that it reached no controller, whatever it asked for."""
+PREFIX = re.compile(r"^sbatch: (?:(?:error|fatal): )?")
+"""What sbatch begins its lines with."""
 PLACE = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 """Variables that give a process a place among torch's ranks: those of the shell that submits are not the job's."""
 
@@ -82,12 +91,23 @@ def _submit(config: Config, folder: Path, runs: Sequence[Path], members: int) ->
         with _environment(without_leaks(os.environ)), redirect_stderr(io.StringIO()):
             jobs = _executor(config, folder, members).map_array(run_rank, [str(run) for run in runs])
     except (FailedJobError, FailedSubmissionError) as error:
-        raise UserError(f"Slurm refused the job: {error}") from error
+        raise UserError(refusal(str(error))) from error
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error}") from error
     ids = [str(job.job_id) for job in jobs]
     _record(runs, ids)
     return ids
+
+
+def refusal(said: str) -> str:
+    """What sbatch said, as one line, and what to do where no Slurm answers here."""
+    lines = [PREFIX.sub("", line.strip()) for line in said.splitlines() if line.strip()]
+    if NO_SLURM.search(said):
+        return (
+            f"no Slurm answers here ({lines[-1]}): submit from a login node of the cluster, or give cluster=local to "
+            "run on this machine"
+        )
+    return f"Slurm refused the job: {'; '.join(lines)}"
 
 
 def _record(runs: Sequence[Path], jobs: Sequence[str]) -> None:

@@ -211,6 +211,41 @@ def test_submitting_without_slurm_is_one_clear_line(tmp_path: Path, monkeypatch:
         sbatch.submit(composed(tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+        "sbatch: error: fetch_config: DNS SRV lookup failed\n"
+        "sbatch: error: _establish_config_source: failed to fetch config\n"
+        "sbatch: fatal: Could not establish a configuration source\n",
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+    ],
+)
+def test_where_no_slurm_answers_the_line_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    for name in ("sbatch", "srun"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\ncat >&2 <<'END'\n{said}\nEND\nexit 1\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    with pytest.raises(UserError) as refused:
+        sbatch.submit(composed(tmp_path), tmp_path)
+    why = said.strip().splitlines()[-1].split(": ", 2)[2]
+    assert str(refused.value).startswith(f"no Slurm answers here ({why}): submit from a login node")
+    assert "give cluster=local" in str(refused.value)
+
+
+def test_what_slurm_refuses_is_told_without_advice_that_does_not_help() -> None:
+    said = (
+        "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition"
+    )
+    told = "invalid partition specified: x; Batch job submission failed: Invalid partition"
+    assert sbatch.refusal(said) == f"Slurm refused the job: {told}"
+
+
 @pytest.mark.parametrize("time", ["1", "2:00", "0:02:30"])
 def test_r45_limits_that_count_as_over_at_once_are_refused_at_submit(tmp_path: Path, time: str) -> None:
     """submitit takes any job of ten minutes or less for timed out; here a limit must outlast its own warning."""
