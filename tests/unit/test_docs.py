@@ -262,6 +262,13 @@ def test_a_planted_fault_in_a_block_is_found(language: str, text: str, note: str
     assert said in "\n".join(documents_code.wrong_block(Block(Path("page.md"), 1, language, text, note)))
 
 
+def test_a_link_to_a_page_that_only_the_site_has_is_a_fault(tmp_path: Path) -> None:
+    """In a clone, and where a forge shows the folder, it leads nowhere."""
+    (tmp_path / "guides").mkdir()
+    page = page_with(tmp_path / "guides", "See [all options](reference/options.md).\n")
+    assert documents.wrong_links(page) == [f"{page.name}:1: reference/options.md does not exist"]
+
+
 def test_what_is_right_is_not_a_fault(tmp_path: Path) -> None:
     text = "# Here\n\n[x](#here)\n\n    . .venv/bin/activate && OMP_NUM_THREADS=1 make test | tail  # all\n"
     page = page_with(tmp_path, text)

@@ -39,6 +39,20 @@ def test_make_targets_that_it_names_exist() -> None:
     assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.M)]
 
 
+def test_setting_up_says_what_it_does_and_how_much_that_is() -> None:
+    """Minutes of silence look like a hang: each download is announced, and the largest shows how far it is."""
+    told = subprocess.run(["make", "-n", "-B", "setup"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in told.splitlines() if not line.startswith("#")]
+    first = next(line for line in lines if line.startswith("echo"))
+    assert re.search(r"3 to 6 GB .* two minutes", first)
+    assert "3 to 6 GB on disk, two minutes or more" in README
+    places = [place for place, line in enumerate(lines) if " pip install " in line]
+    assert len(places) == 4
+    for number, place in enumerate(places, 1):
+        assert lines[place - 1].startswith(f"echo '{number} of 4: ")
+    assert "--quiet" not in lines[places[0]]
+
+
 def test_the_data_row_that_it_shows_is_good(tmp_path: Path) -> None:
     row = re.search(r"```json\n(.+?)\n```", README, re.S)
     assert row is not None
