@@ -148,6 +148,7 @@ def predict(config: Config, shape: Shape | None = None) -> Budget:
 def _weight_terms(config: Config, geometry: Geometry) -> list[Term]:
     """Weights, gradients and optimizer, sharded over all ranks."""
     itemsize, ranks = ITEMSIZE[config.model.dtype], config.ranks
+    of = counted(ranks, "rank")
     parts = geometry.parameters
     total = sum(parts.values())
     shapes = _trained_shapes(config, geometry)
@@ -158,13 +159,13 @@ def _weight_terms(config: Config, geometry: Geometry) -> list[Term]:
     largest = max(map(geometry.layer_parameters, range(geometry.layers)))
     gathered = (parts["embedding"] + parts["head"] + 2 * largest) * itemsize if ranks > 1 else 0
     return [
-        Term("frozen weights", frozen * itemsize // ranks, "gpu", f"{frozen:,} x {itemsize} B / {ranks} ranks"),
+        Term("frozen weights", frozen * itemsize // ranks, "gpu", f"{frozen:,} x {itemsize} B / {of}"),
         Term("gathered weights", gathered, "gpu", "embedding, head and two layers, unsharded"),
         Term(
             "trained parameters",
             shard * MASTER_BYTES,
             "gpu",
-            f"{trained:,}, on the first of {ranks} ranks {shard:,}, x {MASTER_BYTES} B (master, gradient, two moments)",
+            f"{trained:,}, on the first of {of} {shard:,}, x {MASTER_BYTES} B (master, gradient, two moments)",
         ),
     ]
 
@@ -238,24 +239,25 @@ def _host_terms(config: Config, geometry: Geometry, shape: Shape, attention: int
     ranks = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
     away, middles = offloaded_layers(config.memory.offload, geometry.layers), _middles(config, geometry)["host"]
     most, itemsize = max(config.pack.max_positions, shape.positions), ITEMSIZE[config.model.dtype]
+    each = counted(ranks, "rank")
     return [
         Term(
             "offloaded layer inputs",
             pinned_bytes(away, most, geometry.hidden, ranks, itemsize),
             "host",
-            f"{ranks} ranks x {away} layers of pack.max_positions, in chunks of {PINNED_CHUNK >> 20} MiB",
+            f"{each} x {counted(away, 'layer')} of pack.max_positions, in chunks of {PINNED_CHUNK >> 20} MiB",
         ),
         Term(
             "offloaded middles",
             pinned_bytes(middles, most, geometry.hidden, ranks, itemsize),
             "host",
-            f"{ranks} ranks x {middles} of these layers, which keep their middle",
+            f"{each} x {middles} of these layers, which keep their middle",
         ),
         Term(
             "offloaded attention",
             ranks * attention,
             "host",
-            f"{ranks} ranks, output of attention in layers that keep it, of pack.max_positions",
+            f"{each}, output of attention in layers that keep it, of pack.max_positions",
         ),
     ]
 

@@ -2,30 +2,41 @@
 
 A fork is a place up to which some examples are alike and where they go on with different tokens. Examples that meet
 again behind it, each after at most STRETCH tokens of its own, with at least FOLLOW equal tokens, nearly share what
-follows. Each different stretch is a variant. What a near miss saves is exact: the tokens that the tree of all examples
-would have less if these examples all had the shortest stretch (of equal ones the first in the data). That is done to
-the tree before looking further down, so that a second difference behind a first one is found too. It is counted on the
-tree, as if one pack held all examples. An image is one token of a stretch, whatever its size, and counts with all its
-placeholders where tokens are counted. The data is never changed. N examples, R rows: the different ways to go on from
-a fork. No torch.
+follows. Each different stretch is a variant. Questions and items differ too, behind long instructions and before a turn
+that they have in common: stretches of which nearly every example has its own are a near miss only where much follows
+them, see SEVERAL and BEHIND.
+
+What a near miss saves is exact: the positions that the first epoch's plan would have less if these examples all had the
+shortest stretch (of equal ones the first in the data). Before that is known, and beside it, stands what the tree of all
+examples would have less: their tokens, each shared beginning once. Merging is done to the tree before looking further
+down, so that a second difference behind a first one is found too. An image is one token of a stretch, of whatever size,
+and counts with all its placeholders where tokens are counted. The data is never changed. N examples, R rows: the
+different ways to go on from a fork. No torch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import nsmallest
+from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.wording import counted
 from prefix_train.chat import shown
-from prefix_train.tree import Ints, Node, Trie, common
+from prefix_train.merging import Merger, merged
+from prefix_train.tree import Ints, Node, Trie
 
 STRETCH = 48
 """Most tokens of a differing stretch: an identifier of 36 characters, one token each, with room."""
+
+SEVERAL, BEHIND = 8, 4
+"""A stretch that fewer than SEVERAL examples have, on average, is an example's own. What follows it counts only if that
+is at least the BEHIND-th part of what is before it."""
 
 FOLLOW = 32
 """Least equal tokens behind it: more than the turns of a chat template have."""
@@ -45,6 +56,42 @@ Below = tuple[int, tuple[int, ...]]
 """How many examples have a node, and the first of them."""
 
 
+Path = tuple[()] | tuple[Any, Ints]
+"""Of a node: that of its parent, and its keys, which are shared by all below it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where examples go on differently, once what was found before it is merged.
+
+    fork: keys up to there. ways: keys from there through what follows the differing stretch, the shortest first. more:
+    how many placeholders each image has beside its key. number: the how manieth this is of those found.
+    """
+
+    fork: Ints
+    ways: tuple[Ints, ...]
+    more: Mapping[int, int]
+    number: int
+
+    def whole(self) -> tuple[Ints, list[Ints]]:
+        """Fork and ways with all placeholders of images."""
+        return self._unfolded(self.fork), [self._unfolded(way) for way in self.ways]
+
+    def leads_to(self, other: Place) -> bool:
+        """Whether `other` is at the same fork, or has a way through what merging makes of this one."""
+        if np.array_equal(self.fork, other.fork):
+            return True
+        through = np.concatenate([self.fork, self.ways[0]])
+        begun = min(len(through), len(other.fork))
+        if not np.array_equal(through[:begun], other.fork[:begun]):
+            return False
+        rest = through[begun:]
+        return not len(rest) or any(np.array_equal(way[: len(rest)], rest) for way in other.ways)
+
+    def _unfolded(self, keys: Ints) -> Ints:
+        return np.repeat(keys, [1 + self.more.get(key, 0) for key in keys.tolist()]) if self.more else keys
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One differing stretch: its keys, of each image one, how many tokens that is, how many examples have it, and the
@@ -60,7 +107,8 @@ class Variant:
 class NearMiss:
     """Examples that are alike but for a stretch.
 
-    alike: tokens before it. before, after: keys beside it. variants: the most frequent first. saves: see the module.
+    alike: tokens before it. before, after: keys beside it. variants: the most frequent first. saves, saves_in_tree: see
+    the module; the same until `planned`. place: where it is.
     """
 
     alike: int
@@ -68,20 +116,51 @@ class NearMiss:
     variants: tuple[Variant, ...]
     after: Ints
     saves: int
+    saves_in_tree: int
+    place: Place
 
 
 def find(trie: Trie, stretch: int = STRETCH, follow: int = FOLLOW) -> list[NearMiss]:
     """All near misses among the examples of `trie`, those that save most first. What they name is merged in `trie`."""
     finder = _Finder(trie.top, stretch, follow)
     found: list[NearMiss] = []
-    stack: list[tuple[Node, int, Ints]] = [(trie.top, 0, trie.top.tokens)]
+    stack: list[tuple[Node, int, Ints, Path]] = [(trie.top, 0, trie.top.tokens, ())]
     while stack:
-        node, depth, before = stack.pop()
-        found += finder.at(node, depth, before)
+        node, depth, before, path = stack.pop()
+        found += finder.at(node, depth, before, path)
         for child in reversed(node.children.values()):
             tail = np.concatenate([before, child.tokens[-AROUND:]])[-AROUND:]
-            stack.append((child, depth + finder.size(child.tokens), tail))
+            stack.append((child, depth + finder.size(child.tokens), tail, (path, child.tokens)))
     return sorted(found, key=lambda miss: -miss.saves)
+
+
+def planned(found: Sequence[NearMiss], trie: Trie, positions: Callable[[Trie], int]) -> list[NearMiss]:
+    """The first LISTED of `found` with what each saves in a plan, those that save most first.
+
+    trie: all examples as they are. positions: those of the plan of a tree. Where a near miss is only seen once others
+    before it are equal, these are equal in both plans that are compared.
+    """
+    whole: dict[tuple[Place, ...], int] = {(): positions(trie)}
+
+    def of(places: tuple[Place, ...]) -> int:
+        if places not in whole:
+            whole[places] = positions(merged(trie, [place.whole() for place in places]))
+        return whole[places]
+
+    compared = []
+    for miss in found[:LISTED]:
+        needed = _needed(miss.place, [other.place for other in found])
+        compared.append(replace(miss, saves=of(needed) - of((*needed, miss.place))))
+    return sorted(compared, key=lambda miss: (-miss.saves, -miss.saves_in_tree))
+
+
+def _needed(place: Place, others: Sequence[Place]) -> tuple[Place, ...]:
+    """Those of `others` that have to be merged before there is `place`, in order."""
+    needed = {place}
+    for other in sorted(others, key=lambda one: -one.number):
+        if any(other.number < one.number and other.leads_to(one) for one in needed):
+            needed.add(other)
+    return tuple(sorted(needed - {place}, key=lambda one: one.number))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,13 +177,14 @@ class _Rows:
     below: list[Below]
 
 
-class _Finder:
+class _Finder(Merger):
     """Looks at the forks of one trie, and merges what it has found there."""
 
     def __init__(self, top: Node, stretch: int, follow: int) -> None:
         self._stretch, self._follow = stretch, follow
         self._below: dict[Node, Below] = {}
         self._more: dict[int, int] = {}
+        self._numbers = count()
         order = [top]
         for node in order:
             node.tokens = self._folded(node.tokens)
@@ -123,12 +203,12 @@ class _Finder:
         if not (keys < 0).any():
             return keys
         begin = np.flatnonzero(np.r_[True, (keys[1:] != keys[:-1]) | (keys[1:] >= 0)])
-        for key, count in zip(keys[begin].tolist(), np.diff(np.r_[begin, len(keys)]).tolist(), strict=True):
+        for key, times in zip(keys[begin].tolist(), np.diff(np.r_[begin, len(keys)]).tolist(), strict=True):
             if key < 0:
-                self._more[key] = count - 1
+                self._more[key] = times - 1
         return keys[begin]
 
-    def at(self, fork: Node, depth: int, before: Ints) -> Iterator[NearMiss]:
+    def at(self, fork: Node, depth: int, before: Ints, path: Path) -> Iterator[NearMiss]:
         """The near misses at the end of `fork`, `depth` tokens into the examples, until there are none."""
         merged = True
         while merged and len(fork.children) > 1:
@@ -137,12 +217,29 @@ class _Finder:
             for members, offsets in groups(rows.keys, rows.length, rows.branch, self._stretch, self._follow):
                 variants = _variants(rows, members, offsets, self.size)
                 after = rows.keys[members[0], offsets[0] : offsets[0] + self._follow]
-                if (saves := self._merge(fork, [variant.keys for variant in variants], after)) is not None:
-                    merged = True
-                    frequent_first = sorted(variants, key=lambda variant: (-variant.examples, variant.first))
-                    yield NearMiss(depth, before, tuple(frequent_first), after[:AROUND].copy(), saves)
+                ways = [np.concatenate([variant.keys, after]) for variant in variants]
+                if self._ordinary(fork, depth, variants, ways) or (saves := self.merge(fork, ways)) is None:
+                    continue
+                merged = True
+                frequent_first = sorted(variants, key=lambda variant: (-variant.examples, variant.first))
+                place = Place(_keys(path), tuple(ways), self._more, next(self._numbers))
+                yield NearMiss(depth, before, tuple(frequent_first), after[:AROUND].copy(), saves, saves, place)
             if merged:
                 self._count_again(fork)
+
+    def _ordinary(self, fork: Node, depth: int, variants: Sequence[Variant], ways: Sequence[Ints]) -> bool:
+        """Whether these stretches are what the examples are about, and no near miss; see the module."""
+        if len(variants) * SEVERAL <= sum(variant.examples for variant in variants):
+            return False
+        ends = [path[-1] for way in ways if (path := self.locate(fork, way))]
+        follows = self.size(ways[0][len(variants[0].keys) :]) * (len(ends) - 1)
+        follows += sum(self._behind(ends[0], end) for end in ends[1:])
+        return follows * BEHIND < depth * (len(ends) - 1)
+
+    def _behind(self, one: Node, other: Node) -> int:
+        """Tokens that follow both."""
+        pairs = [(child, other.children.get(token)) for token, child in one.children.items()]
+        return sum(self.alike(mine, theirs) for mine, theirs in pairs if theirs is not None)
 
     def _rows(self, fork: Node) -> _Rows:
         window = self._stretch + self._follow
@@ -168,63 +265,11 @@ class _Finder:
             [below for _, _, below in found],
         )
 
-    def _merge(self, fork: Node, stretches: Sequence[Ints], follow: Ints) -> int | None:
-        """Give the first of `stretches` to all examples that go on with one and `follow`; the tokens that this saves.
-
-        None, and nothing done, where one is no longer there: an earlier merge at this fork has moved it.
-        """
-        ways = [np.concatenate([stretch, follow]) for stretch in stretches]
-        if not all(self._locate(fork, way) for way in ways):
-            return None
-        saved = 0
-        for way in ways[1:]:
-            path = self._locate(fork, way)
-            moved = Node(fork.tokens[:0], 0, 0)
-            moved.children, moved.ends = path[-1].children, path[-1].ends
-            path[-1].children, path[-1].ends = {}, []
-            while not path[-1].children and not path[-1].ends:
-                saved += self.size(path[-1].tokens)
-                del path[-2].children[int(path.pop().tokens[0])]
-            saved += self._unite(self._locate(fork, ways[0])[-1], moved)
-        return saved
-
-    def _locate(self, fork: Node, keys: Ints) -> list[Node]:
-        """The nodes from `fork` to the one that ends with `keys`, made to end there; none where no example goes so."""
-        path, at = [fork], 0
-        while at < len(keys):
-            child = path[-1].children.get(int(keys[at]))
-            if child is None:
-                return []
-            shared = common(child.tokens, keys[at:])
-            at += shared
-            if shared < len(child.tokens):
-                if at < len(keys):
-                    return []
-                self._split(child, shared)
-            path.append(child)
-        return path
-
-    def _unite(self, into: Node, moved: Node) -> int:
-        """Put what continues `moved` behind `into`; the tokens that both had."""
-        saved, stack = 0, [(into, moved)]
-        while stack:
-            node, other = stack.pop()
-            node.ends += other.ends
-            for token, theirs in other.children.items():
-                mine = node.children.setdefault(token, theirs)
-                if mine is theirs:
-                    continue
-                shared = common(mine.tokens, theirs.tokens)
-                for side in (mine, theirs):
-                    if shared < len(side.tokens):
-                        self._split(side, shared)
-                saved += self.size(mine.tokens)
-                self._below[mine] = _below((), [self._below[mine], self._below[theirs]])
-                stack.append((mine, theirs))
-        return saved
-
-    def _split(self, node: Node, at: int) -> None:
+    def split(self, node: Node, at: int) -> None:
         self._below[node.split(at)] = self._below[node]
+
+    def united(self, into: Node, moved: Node) -> None:
+        self._below[into] = _below((), [self._below[into], self._below[moved]])
 
     def _count_again(self, fork: Node) -> None:
         """Count anew as far below `fork` as examples have been moved from one node to another."""
@@ -238,6 +283,15 @@ class _Finder:
 
     def _count(self, node: Node) -> None:
         self._below[node] = _below(node.ends, [self._below[child] for child in node.children.values()])
+
+
+def _keys(path: Path) -> Ints:
+    """All keys of a path."""
+    parts: list[Ints] = []
+    while path:
+        path, keys = path
+        parts.append(keys)
+    return np.concatenate([np.empty(0, np.int64), *reversed(parts)])
 
 
 def _below(ends: Sequence[int], parts: Sequence[Below]) -> Below:
@@ -325,6 +379,7 @@ def summary(found: Sequence[NearMiss], sources: Sequence[str], text_of: Callable
             "after": text_of(miss.after),
             "examples": sum(variant.examples for variant in miss.variants),
             "saves": miss.saves,
+            "saves_in_tree": miss.saves_in_tree,
             "variant_count": len(miss.variants),
             "variants": [
                 {
@@ -344,16 +399,23 @@ def describe(found: Sequence[dict[str, Any]]) -> str:
     """The near misses of `summary` in a few lines, each beginning with a line break; empty where there are none."""
     lines: list[str] = []
     for miss in found[:SHOWN]:
-        lines.append(
-            f"{'nearly shared':<14}{miss['examples']:,} examples differ in {miss['variant_count']:,} short texts after "
-            f"{miss['tokens_before']:,} equal tokens; equal, or behind what is shared, they would save "
-            f"{miss['saves']:,} positions:"
-        )
+        lines.append(f"{'nearly shared':<14}{sentence(miss)}:")
         lines.append(f"{'':<14}  {shown(miss['before'])} _ {shown(miss['after'])}")
         for variant in miss["variants"][:NAMED]:
-            lines.append(f"{'':<14}  {shown(variant['text'])}: {variant['examples']:,} times, {variant['sources'][0]}")
+            lines.append(
+                f"{'':<14}  {shown(variant['text'])}: {counted(variant['examples'], 'time')}, {variant['sources'][0]}"
+            )
         if (more := miss["variant_count"] - NAMED) > 0:
             lines.append(f"{'':<14}  and {more:,} more")
     if (more := len(found) - SHOWN) > 0:
         lines.append(f"{'nearly shared':<14}{more} more: see --json")
     return "".join(f"\n{line}" for line in lines)
+
+
+def sentence(miss: Mapping[str, Any]) -> str:
+    """One of `summary` in a sentence."""
+    return (
+        f"{counted(miss['examples'], 'example')} differ in {counted(miss['variant_count'], 'short text')} after "
+        f"{counted(miss['tokens_before'], 'equal token')}; were these texts equal, this plan would have "
+        f"{counted(max(0, miss['saves']), 'position')} less"
+    )

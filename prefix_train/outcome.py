@@ -20,6 +20,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, heads, precision, verify
 from prefix_train import model as models
 from prefix_train.dist import Ranks
@@ -161,15 +162,15 @@ def lines(result: dict[str, Any]) -> list[str]:
     """What a person wants to know of `result`."""
     said = []
     if "heldout_loss" in result:
-        said.append(f"held-out loss {result['heldout_loss']:.4f} over {result['heldout_examples']} examples")
+        said.append(f"held-out loss {result['heldout_loss']:.4f} over {counted(result['heldout_examples'], 'example')}")
     said += evaluate.lines(result)
     if "verify" in result:
         found = result["verify"]
         differences = found["differences"]
         said.append(
             f"verify {'passed' if found['passed'] else 'FAILED in ' + ', '.join(found['failed'])}: "
-            f"{found['examples']} examples, mean loss differs by {differences['mean_loss']:.1e}, the worst of "
-            f"{found['tensors']} gradients by {differences['gradient']:.1e}"
+            f"{counted(found['examples'], 'example')}, mean loss differs by {differences['mean_loss']:.1e}, the worst "
+            f"of {found['tensors']} gradients by {differences['gradient']:.1e}"
         )
     return said
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.wording import counted
 from prefix_train.packing import Pack
 from prefix_train.plan import Plan, predicted_time
 
@@ -73,12 +74,12 @@ def told(s: Mapping[str, Any]) -> str:
     bars = "".join(BARS[-(-count * (len(BARS) - 1) // max(counts))] for count in counts)
     longest = ", ".join(f"{entry['tokens']:,} ({entry['source']})" for entry in s["longest"][:3])
     rows = [
-        ("examples", f"{s['examples']:,} in {s['packs']:,} packs ({s['mode']}), each once per epoch"),
+        ("examples", f"{s['examples']:,} in {counted(s['packs'], 'pack')} ({s['mode']}), each once per epoch"),
         (
             "updates",
-            f"{s['updates']:,} per epoch on {s['ranks']} ranks: {_range(per_update)} packs and "
-            f"{_range(s['examples_per_update'])} examples per update"
-            + (f"; {s['empty_packs']} packs are empty" if s["empty_packs"] else ""),
+            f"{s['updates']:,} {_epoch(s)} on {counted(s['ranks'], 'rank')}: {_range(per_update, 'pack')} and "
+            f"{_range(s['examples_per_update'], 'example')} per update"
+            + (f"; empty packs: {s['empty_packs']}" if s["empty_packs"] else ""),
         ),
         ("positions", f"{s['positions']:,} for {s['logical_tokens']:,} logical tokens: {s['ratio']:.1f} times fewer"),
         (
@@ -112,6 +113,14 @@ def _spread(values: Sequence[int]) -> dict[str, float]:
     return {"least": min(values), "mean": fmean(values), "most": max(values)}
 
 
-def _range(spread: dict[str, float]) -> str:
+def _range(spread: Mapping[str, float], what: str) -> str:
     least, most = int(spread["least"]), int(spread["most"])
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return counted(most, what) if least == most else f"{least:,} to {counted(most, what)}"
+
+
+def _epoch(s: Mapping[str, Any]) -> str:
+    """Where the counted updates are: epochs differ where others of the run have more or fewer."""
+    total, epochs = s.get("updates_in_run"), s.get("epochs")
+    if epochs is None or total == epochs * s["updates"]:
+        return "per epoch"
+    return f"in the first of {epochs:g} epochs, {total:,} in all,"

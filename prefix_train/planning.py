@@ -13,10 +13,12 @@ from configs import compose
 from configs.errors import UserError
 from configs.modelpath import from_pretrained_arguments, locate
 from configs.schema import Config, ModelConfig
+from configs.wording import counted
 from prefix_train import lengths, near_misses, plan_summary, prompts, sharing, tables, tiny
+from prefix_train.budget import Cost
 from prefix_train.data import Examples, load_examples
 from prefix_train.lengths import LengthIndex
-from prefix_train.plan import RunPlan
+from prefix_train.plan import RunPlan, plan_epoch
 from prefix_train.render import Renderer
 from prefix_train.sharing import Size
 from prefix_train.template import Targets
@@ -114,10 +116,19 @@ def make(config: Config, keep: bool, choose_size: bool) -> Planned:
     if keep and (not examples.skipped or config.data.on_bad_example == "skip"):
         lengths.write(lengths.index_path(config, cut=cut), index)
     run = lengths.run_plan(config, index)
-    misses = near_misses.summary(near_misses.find(trie), index.sources, renderer.text_of)
+    whole = trie.copy()
+    found = near_misses.planned(near_misses.find(trie), whole, lambda tree: positions(config, tree))
+    misses = near_misses.summary(found, index.sources, renderer.text_of)
     shared = config.pack.mode == "shared"
     sizes = sharing.sizes(index.forest, config.pack.min_shared, config.pack.max_positions) if shared else []
     return Planned(config, choose_size, cap, renderer, examples, index, run, misses, sizes)
+
+
+def positions(config: Config, trie: Trie) -> int:
+    """Those of the first epoch's plan of the examples in `trie`."""
+    forest = trie.forest(config.pack.min_shared)
+    plan = plan_epoch(forest.lengths, forest, config.pack, config.ranks, config.seed, 0, cost=Cost.under(config))
+    return sum(pack.positions for pack in plan.packs)
 
 
 def summary(planned: Planned) -> dict[str, Any]:
@@ -127,6 +138,7 @@ def summary(planned: Planned) -> dict[str, Any]:
     return {
         **plan_summary.summary(planned.run.epoch(0)),
         "updates_in_run": planned.run.total,
+        "epochs": planned.config.train.epochs,
         "shared": sharing.summary(planned.index.forest, sources, planned.text_of),
         "sizes": [asdict(size) for size in planned.sizes],
         "too_long": {
@@ -146,7 +158,7 @@ def describe(planned: Planned, found: dict[str, Any]) -> str:
     if planned.made_up:
         rows.append(("pack size", f"pack.max_positions is not given; planned with {pack.max_positions:,}"))
     for size in found["sizes"]:
-        ratio = f"{logical / size['positions']:.1f} times fewer positions, {size['packs']:,} packs at least"
+        ratio = f"{logical / size['positions']:.1f} times fewer positions, {counted(size['packs'], 'pack')} at least"
         rows.append(("packs of", f"{size['max_positions']:,}: {ratio}"))
     if (too_long := found["too_long"])["examples"]:
         longest = too_long["longest"][0]

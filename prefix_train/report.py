@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from configs import runfolder
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train.trackers import CLOSE_S, HASTE_S, Trackers
 
 
@@ -253,7 +254,7 @@ def final_lines(run: Path, done: Mapping[str, Any]) -> list[str]:
         return ["no update was done"]
     times, curves = done["logical_tokens"] / done["positions"], run / runfolder.TENSORBOARD
     return [
-        f"{done['updates']} updates in {_clock(done['seconds'])}: loss {done['loss_first']:.4f} -> "
+        f"{counted(done['updates'], 'update')} in {_clock(done['seconds'])}: loss {done['loss_first']:.4f} -> "
         f"{done['loss_last']:.4f}; {done['positions']:,} positions for {done['logical_tokens']:,} logical tokens "
         f"({times:.1f} times), {done['positions'] / done['seconds']:,.0f} positions/s",
         f"metrics: {run / runfolder.METRICS}; curves: {shlex.join(['tensorboard', '--logdir', str(curves)])}",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.wording import counted
 from prefix_train.chat import shown
 from prefix_train.packing import Packer
 from prefix_train.tree import Forest, Ints
@@ -113,11 +114,11 @@ def describe(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         (
             "shared",
-            f"{found['part']:.1%} of the examples' tokens are in {found['beginnings']:,} beginnings that at least two "
-            "of them share",
+            f"{found['part']:.1%} of the examples' tokens are in {counted(found['beginnings'], 'beginning')} that at "
+            "least two of them share",
         )
     ]
     for one in found["largest"][:3]:
-        what = f"{one['tokens']:,} tokens x {one['examples']:,} examples, {shown(one['text'])} ({one['source']})"
-        rows.append(("", what))
+        size = f"{counted(one['tokens'], 'token')} x {counted(one['examples'], 'example')}"
+        rows.append(("", f"{size}, {shown(one['text'])} ({one['source']})"))
     return rows

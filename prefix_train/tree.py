@@ -128,6 +128,19 @@ class Trie:
         node.ends.append(self.examples)
         self.examples += 1
 
+    def copy(self) -> Trie:
+        """The same tree in nodes of its own; their tokens are the same arrays, which nobody writes to."""
+        made = Trie()
+        made.examples = self.examples
+        stack = [(self.top, made.top)]
+        while stack:
+            node, copied = stack.pop()
+            copied.ends = list(node.ends)
+            for token, child in node.children.items():
+                copied.children[token] = Node(child.tokens, child.start, child.source)
+                stack.append((child, copied.children[token]))
+        return made
+
     def forest(self, min_shared: int) -> Forest:
         """What has been inserted, as tables; see `build_forest` for `min_shared`."""
         parent: list[int] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import budget, lengths, plan_summary
 from prefix_train.budget import GIB, Shape
 from prefix_train.lengths import LengthIndex
@@ -93,16 +94,25 @@ def lines(config: Config, found: dict[str, Any]) -> list[str]:
     known = found["known"]
     if "packs" not in known:
         plan = (
-            f"plan    {known['examples']:,} examples of {known['logical_tokens']:,} tokens, "
+            f"plan    {counted(known['examples'], 'example')} of {known['logical_tokens']:,} tokens, "
             f"{known['least_positions']:,} positions at best; packs and updates: prefix-train plan CONFIG"
         )
         return [plan, _sizes(config, known["memory"], "one example as long as pack.max_positions")]
     plan = (
-        f"plan    {known['updates_in_run']:,} updates, {known['updates']:,} per epoch; {known['examples']:,} examples "
-        f"in {known['packs']:,} packs: {known['positions']:,} positions for {known['logical_tokens']:,} logical "
-        f"tokens, {known['ratio']:.1f} times fewer"
+        f"plan    {counted(known['updates_in_run'], 'update')}, {_epoch(config, known)}; "
+        f"{counted(known['examples'], 'example')} in {counted(known['packs'], 'pack')}: "
+        f"{known['positions']:,} positions for {known['logical_tokens']:,} logical tokens, "
+        f"{known['ratio']:.1f} times fewer"
     )
     return [plan, _sizes(config, known["memory"], "the largest pack")]
+
+
+def _epoch(config: Config, known: dict[str, Any]) -> str:
+    """How many updates an epoch has, or the first one, where others differ."""
+    epochs, updates = config.train.epochs, known["updates"]
+    if epochs is None or known["updates_in_run"] == epochs * updates:
+        return f"{updates:,} per epoch"
+    return f"{updates:,} in the first of {epochs:g} epochs"
 
 
 def _sizes(config: Config, memory: dict[str, int], what: str) -> str:

@@ -30,6 +30,7 @@ from configs import runfolder
 from configs.errors import UserError
 from configs.modelpath import from_pretrained_arguments, locate
 from configs.schema import Config, ModelConfig
+from configs.wording import counted
 from prefix_train import export, outcome
 from prefix_train import model as models
 from prefix_train.exports import merge
@@ -294,7 +295,8 @@ def table(found: dict[str, Any]) -> str:
     ]
     head = (
         f"{found['folder']}: {what} in {found['dtype']}, loaded by transformers"
-        f"{' and PEFT' if found['kind'] == 'adapter' else ''} alone; {found['examples']} examples, {found['rows']} rows"
+        f"{' and PEFT' if found['kind'] == 'adapter' else ''} alone; "
+        f"{counted(found['examples'], 'example')}, {counted(found['rows'], 'row')}"
     )
     lines = [f"  {name:36}{figure:>10}   {bound}".rstrip() for name, figure, bound in rows]
     lines += [f"  - {line}" for line in found["complaints"]]

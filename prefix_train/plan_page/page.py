@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from markupsafe import Markup
 
-from prefix_train import planning
+from configs.wording import counted
+from prefix_train import near_misses, planning
 from prefix_train.packing import Pack
 from prefix_train.plan_page import trees
 from prefix_train.planning import Planned
@@ -93,9 +94,9 @@ def lead(found: Mapping[str, Any]) -> str:
     """What it comes to, in a sentence."""
     saved = 1 - found["positions"] / found["logical_tokens"]
     return (
-        f"{found['examples']:,} examples in {found['packs']:,} packs: {found['positions']:,} positions are computed "
-        f"for {found['logical_tokens']:,} logical tokens, {found['ratio']:.1f} times fewer than each example alone. "
-        f"{saved:.1%} of the positions are saved."
+        f"{counted(found['examples'], 'example')} in {counted(found['packs'], 'pack')}: "
+        f"{found['positions']:,} positions are computed for {found['logical_tokens']:,} logical tokens, "
+        f"{found['ratio']:.1f} times fewer than each example alone. {saved:.1%} of the positions are saved."
     )
 
 
@@ -154,11 +155,7 @@ def miss(found: Mapping[str, Any]) -> Miss:
         Variant(_spelt(_cut(one["text"])), one["examples"], ", ".join(one["sources"]))
         for one in found["variants"][:VARIANTS]
     )
-    words = (
-        f"{found['examples']:,} examples differ in {found['variant_count']:,} short texts after "
-        f"{found['tokens_before']:,} equal tokens. Were they equal, or behind what is shared, "
-        f"{found['saves']:,} positions would be saved."
-    )
+    words = f"{near_misses.sentence(found)}."
     more = found["variant_count"] - len(variants)
     return Miss(words, _cut(found["before"], from_end=True), _cut(found["after"]), variants, more)
 

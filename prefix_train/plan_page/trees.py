@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from markupsafe import Markup
 
+from configs.wording import counted
 from prefix_train.packing import Pack
 from prefix_train.results import charts
 from prefix_train.results.charts import COLOURS, WIDTH, Chart, visible
@@ -109,8 +110,9 @@ def draw(key: str, title: str, pack: Pack, words_of: Callable[[int], str]) -> Ch
     begin = Markup('<text x="0" y="{0}">0</text><text class="end" x="{1}" y="{0}">{2} positions</text>')
     parts.append(begin.format(height - 3, WIDTH, f"{pack.positions:,}"))
     words = (
-        f"{len(pack.members):,} examples, {len(pack.lengths):,} segments, at most {depth} deep: {pack.positions:,} "
-        f"positions for {pack.logical:,} logical tokens, {pack.logical / pack.positions:.1f} times fewer",
+        f"{counted(len(pack.members), 'example')}, {counted(len(pack.lengths), 'segment')}, at most {depth} deep: "
+        f"{pack.positions:,} positions for {pack.logical:,} logical tokens, "
+        f"{pack.logical / pack.positions:.1f} times fewer",
     )
     return Chart(title, charts.picture(key, title, words[0], parts, height), words)
 
@@ -148,7 +150,7 @@ def _several(tree: Tree, segments: list[int]) -> Bar:
     begin, end = tree.begin[segments[0]], tree.whole[segments[-1]]
     examples = sum(tree.examples[segment] for segment in segments)
     count = sum(tree.branch[segment] for segment in segments)
-    words = f"{count:,} segments drawn together: {end - begin:,} tokens; {_examples(examples)}"
+    words = f"{counted(count, 'segment')} drawn together: {end - begin:,} tokens; {_examples(examples)}"
     return Bar(begin, end, end, tree.depth[segments[0]], words)
 
 

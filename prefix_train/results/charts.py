@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from configs.wording import counted
+
 WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 10, 10, 36
 MOST_POINTS = 400
@@ -159,7 +161,7 @@ def histogram(key: str, title: str, edges: Sequence[float], counts: Sequence[int
                 )
             )
             said.append(f"{count:,} of {low:,.0f} to {high:,.0f} tokens")
-    words = (f"{sum(counts):,} examples of {edges[0]:,.0f} to {edges[-1]:,.0f} tokens",)
+    words = (f"{counted(sum(counts), 'example')} of {edges[0]:,.0f} to {edges[-1]:,.0f} tokens",)
     return Chart(title, picture(key, title, "; ".join([*words, *said]), parts), words)
 
 

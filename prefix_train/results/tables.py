@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.redact import redact, redact_value
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train.budget import GIB
 from prefix_train.results.charts import number
 from prefix_train.results.lives import ENDED_WELL
@@ -158,8 +159,8 @@ def packs(plan: Plan) -> Table:
     """The plan of the first epoch."""
     pairs = plan.visible_pairs
     rows = (
-        ("examples", f"{plan.examples:,} in {plan.packs:,} packs ({plan.mode})"),
-        ("updates", f"{plan.updates:,} in the epoch, {_range(plan.packs_per_update)} packs each"),
+        ("examples", f"{plan.examples:,} in {counted(plan.packs, 'pack')} ({plan.mode})"),
+        ("updates", f"{plan.updates:,} in the epoch, {_range(plan.packs_per_update, 'pack')} each"),
         ("examples per update", _range(plan.examples_per_update)),
         ("positions", f"{plan.positions:,} for {plan.logical_tokens:,} logical tokens: {plan.ratio:.1f} times fewer"),
         ("visible pairs", f"{pairs.packed:.3g}, standalone {pairs.standalone:.3g}: {pairs.ratio:.1f} times fewer"),
@@ -299,9 +300,10 @@ def _seconds(value: float | None) -> str:
     return f"{number(value)} s" if value < 120 else f"{hours}:{rest // 60:02}:{rest % 60:02}"
 
 
-def _range(spread: Spread) -> str:
+def _range(spread: Spread, what: str = "") -> str:
     least, most = number(spread.least), number(spread.most)
-    return least if least == most else f"{least} to {most}"
+    words = least if least == most else f"{least} to {most}"
+    return words if not what else f"{words} {what}{'' if words == '1' else 's'}"
 
 
 def _answers(run: Run) -> str:

@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import PackConfig
 from prefix_train import cli, near_misses
-from prefix_train.near_misses import NearMiss, find
+from prefix_train.merging import merged
+from prefix_train.near_misses import NearMiss, find, planned
+from prefix_train.plan import plan_epoch
 from prefix_train.tree import Node, Trie
 from tests import chats
 from tests.chats import picture, row, text
@@ -158,6 +161,119 @@ def test_a_hundred_thousand_examples_take_seconds() -> None:
     assert sum(variant.examples for variant in misses[0].variants) == 100_000
 
 
+def made_equal(sequences: list[tuple[int, ...]], miss: NearMiss) -> list[tuple[int, ...]]:
+    """Sequences that have one of the ways of `miss` with the first of them: the definition, written as it is read."""
+    fork, ways = (tuple(miss.place.fork.tolist()), [tuple(way.tolist()) for way in miss.place.ways])
+    made = []
+    for sequence in sequences:
+        way = next((way for way in ways if sequence[: len(fork) + len(way)] == (*fork, *way)), None)
+        made.append(sequence if way is None else (*fork, *ways[0], *sequence[len(fork) + len(way) :]))
+    return made
+
+
+def planned_positions(trie: Trie) -> int:
+    """With packs of a size that splits what is shared."""
+    forest = trie.forest(1)
+    pack = PackConfig(max_positions=int(forest.lengths.max()) + 7, packs_per_update=1)
+    return sum(pack.positions for pack in plan_epoch(forest.lengths, forest, pack, 1, 0, 0).packs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple), min_size=2, max_size=12))
+def test_what_a_plan_saves_is_the_difference_of_two_plans(sequences: list[tuple[int, ...]]) -> None:
+    """Of the examples, and of the examples with equal texts, both read and planned anew."""
+    trie = trie_of(sequences)
+    whole = trie.copy()
+    found = sorted(find(trie, stretch=3, follow=2), key=lambda miss: miss.place.number)
+    compared = {miss.place: miss.saves for miss in planned(found, whole, planned_positions)}
+    assert tokens_in(whole.top) == tokens_in(trie_of(sequences).top), "the tree that is compared with is left alone"
+    for miss in found[: near_misses.LISTED]:
+        before = sequences
+        for place in near_misses._needed(miss.place, [other.place for other in found]):
+            before = made_equal(before, next(other for other in found if other.place is place))
+        after = made_equal(before, miss)
+        assert after != before
+        assert compared[miss.place] == planned_positions(trie_of(before)) - planned_positions(trie_of(after))
+
+
+def test_a_tree_in_which_some_examples_are_equal_is_the_tree_of_equal_examples() -> None:
+    """Another length of the stretch moves all that follows it."""
+    sequences = [(*PROMPT, *range(300, 300 + 1 + number % 3), *REST, 7, number) for number in range(9)]
+    (miss,) = find(trie_of(sequences))
+    made = merged(trie_of(sequences), [miss.place.whole()]).forest(1)
+    wanted = trie_of(made_equal(sequences, miss)).forest(1)
+    for number in range(9):
+        paths = [(forest, list(forest.path(number))) for forest in (made, wanted)]
+        for name in ("start", "length"):
+            first, second = (getattr(forest, name)[path].tolist() for forest, path in paths)
+            assert first == second
+    with pytest.raises(ValueError, match="no example"):
+        merged(trie_of(sequences), [(np.array([5]), [np.array([6])])])
+
+
+LONG = tuple(range(10_000, 10_400))
+TURN = tuple(range(4000, 4060))
+
+
+def asked(number: int, turn: tuple[int, ...] = TURN, rules: tuple[int, ...] = LONG) -> tuple[int, ...]:
+    """A question of its own behind long instructions, and a turn behind it that all have in common."""
+    return (*rules, *range(20_000 + 8 * number, 20_008 + 8 * number), *turn, number)
+
+
+def test_ordinary_turns_are_no_near_miss_and_a_date_before_them_is_the_first() -> None:
+    turns = [asked(number) for number in range(40)]
+    assert find(trie_of(turns)) == []
+    dated = [(1, 2, 100 + number % 3, *asked(number, rules=LONG[::-1])) for number in range(40)]
+    misses = find(trie_of([*turns, *dated]))
+    assert [(miss.alike, len(miss.variants)) for miss in misses] == [(2, 3)]
+    twice = [(*asked(number // 2)[:-1], number) for number in range(80)]
+    assert find(trie_of(twice)) == [], "also where each question comes twice"
+
+
+def test_an_id_of_each_example_is_a_near_miss_where_much_follows_it() -> None:
+    for count, many in ((99, False), (101, True)):
+        follows = tuple(range(4000, 4000 + count))
+        assert bool(find(trie_of([asked(number, follows) for number in range(40)]))) == many
+
+
+def test_one_text_of_many_examples_is_a_near_miss_whatever_is_before_it() -> None:
+    sequences = [(*LONG, 5 + number % 3, *TURN, number) for number in range(40)]
+    (miss,) = find(trie_of(sequences))
+    assert miss.saves == 2 * 61
+
+
+def test_the_plan_says_what_equal_texts_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the plan of the same rows with equal texts; the packs are too small for all of them."""
+    rules = " ".join(f"Rule {number}: look twice." for number in range(20))
+    config = {
+        "run_root": str(tmp_path / "runs"),
+        "cluster": "local",
+        "model": {"build": dict(BUILD)},
+        "data": {"train": str(tmp_path / "d.jsonl")},
+        "pack": {"packs_per_update": 1, "max_positions": 1024},
+        "slurm": {"tasks_per_node": 1},
+        "train": {"epochs": 1},
+    }
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    found = []
+    for days in (3, 1):
+        chats.write(
+            tmp_path / "d.jsonl",
+            [row(f"Which is {n}? " * 9, system=f"Today is the {1 + n % days}. {rules}") for n in range(60)],
+        )
+        cli.plan_command(tmp_path / "c.yaml", as_json=True)
+        *said, document = capsys.readouterr().out.splitlines()
+        found.append((json.loads(document), said))
+    (dated, said), (equal, _) = found
+    (miss,) = dated["near_misses"]
+    assert dated["packs"] > 2
+    assert miss["saves"] == dated["positions"] - equal["positions"] > 0
+    assert miss["saves"] != miss["saves_in_tree"]
+    words = f"this plan would have {miss['saves']:,} positions less:"
+    assert any(line.endswith(words) for line in said)
+    assert equal["near_misses"] == []
+
+
 def test_images_are_named_and_differ_as_their_placeholders_do(tmp_path: Path) -> None:
     for number in range(2):
         chats.draw(tmp_path / f"{number}.png", seed=number)
@@ -233,6 +349,9 @@ def test_images_of_any_size_that_differ_are_a_near_miss(tmp_path: Path, at: str)
     rest = len(keys[0]) - first - placeholders[0]
     # As if all three had the smallest image: two larger ones and two copies of what follows less.
     assert miss.saves == placeholders[1] + placeholders[2] + 2 * rest
+    equal = merged(trie_of([tuple(each.tolist()) for each in keys]), [miss.place.whole()])
+    assert equal.forest(1).lengths.tolist() == [len(keys[0])] * 3
+    assert tokens_in(equal.top) == sum(map(len, keys)) - miss.saves - 2 * first
     (said,) = near_misses.summary([miss], ["d:1", "d:2", "d:3"], renderer.text_of)
     assert [variant["text"] for variant in said["variants"]] == ["(image)"] * 3
     assert said["before"].count("(image)") <= 1

@@ -107,8 +107,8 @@ def test_of_many_near_misses_those_that_save_most_are_shown(mixed: Config) -> No
     many = [{**one, "saves": 1000 - n, "variants": one["variants"] * 5, "variant_count": 99} for n in range(20)]
     page_of_many = Page(page.render(made, {**found, "near_misses": many}))
     words = " ".join(page_of_many.texts)
-    assert words.count("positions would be saved") == page.MISSES
-    assert "1,000 positions would be saved" in words
+    assert words.count("were these texts equal, this plan would have") == page.MISSES
+    assert "this plan would have 1,000 positions less" in words
     assert "12 more, which would save less" in words
     assert words.count("and 91 more") == page.MISSES
 

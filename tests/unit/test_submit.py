@@ -20,7 +20,7 @@ from configs import compose, console, runfolder
 from configs.errors import UserError
 from configs.nodefolder import private_folder
 from configs.schema import Config
-from prefix_train import budget, heartbeat, lengths
+from prefix_train import budget, heartbeat, lengths, plan_summary
 from slurm import acts, finish, freeze, job, life, planned, rank, sbatch, submit, verdict
 from tests.standins import make_clone
 
@@ -281,6 +281,22 @@ def with_index(tmp_path: Path, count: int, *overrides: str) -> Config:
     ]
     lengths.write(lengths.index_path(config), lengths.build(config, rows))
     return config
+
+
+def test_updates_of_epochs_that_differ_are_told_as_those_of_the_first(tmp_path: Path) -> None:
+    """An example that makes one pack more now and then makes one update more; else every epoch has as many."""
+    config = with_index(tmp_path, 64, "train.updates=null", "train.epochs=2")
+    for total, said in (
+        (2, "plan    2 updates, 1 per epoch; "),
+        (3, "plan    3 updates, 1 in the first of 2 epochs; "),
+    ):
+        found = planned.sketch(config)
+        found["known"]["updates_in_run"] = total
+        assert planned.lines(config, found)[0].startswith(said)
+        told = plan_summary.summary(lengths.run_plan(config, lengths.load(config)).epoch(0))
+        per_epoch = "per epoch" if total == 2 else "in the first of 2 epochs, 3 in all,"
+        text = plan_summary.told(told | {"updates_in_run": total, "epochs": 2.0})
+        assert f"\nupdates       1 {per_epoch} on {config.ranks} ranks: 16 packs and 64 examples per update\n" in text
 
 
 def test_plan_is_told_from_the_length_index(tmp_path: Path) -> None:
