@@ -245,7 +245,7 @@ def test_submitting_takes_less_than_a_second_and_no_torch(programs: Path, tmp_pa
     names = ("run", "plan", "memory", "follow", "logs") if dry else ("run", "plan", "memory", "job", "follow", "logs")
     assert tuple(line.split()[0] for line in lines[: len(names)]) == names
     assert "5,000 examples in" in lines[1]
-    assert "pinned on each node, predicted for the largest pack" in lines[2]
+    assert "of tensors in each rank, predicted for the largest pack" in lines[2]
     run = Path(lines[0].split()[1])
     logs = f"{run}/logs/rank0.log" if dry else f"{run}/logs/job-4711.log {run}/logs/rank0.log"
     assert lines[len(names) - 2 : len(names)] == [

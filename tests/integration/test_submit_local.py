@@ -129,6 +129,10 @@ def test_status_is_the_trainings_and_no_rank_is_left(clone: Path, what: str, sta
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stderr.splitlines()[-1]
     run = run_folder(clone / "runs")
+    assert json.loads((run / "end.json").read_text())["line"] == done.stderr.splitlines()[-1]
+    if what == "mistake":  # one line for the user, although the rank's log has it too
+        assert (done.stdout + done.stderr).count(says) == 1
+        assert done.stderr.splitlines()[-1] == f"error: {says}"
     assert not any(psutil.pid_exists(seen(run, rank)["pid"]) for rank in (0, 1))
     if what in ("raise", "kill"):  # rank 0 would have waited two minutes
         assert json.loads((run / "logs" / "rank0.json").read_text())["signal"] == "SIGKILL"
