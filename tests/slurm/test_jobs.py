@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from configs import runfolder
+from slurm import diagnose, standing, status
 from tests.slurm import jobs
 from tests.slurm.lab import Lab, LabError, wait_for
 from tests.standins import make_clone, seen, submit_command
@@ -112,11 +114,24 @@ def test_two_submissions_at_once_and_one_from_within_a_job(lab: Lab, clone: Path
 
 
 @pytest.mark.slow
+def test_a_mistake_within_a_rank_is_the_jobs_last_line_and_what_status_and_diagnose_say(lab: Lab, clone: Path) -> None:
+    job = jobs.start(lab, clone, "model.build.do=mistake")
+    job.end("FAILED")
+    line = "error: data.train: row 3 is bad"
+    assert (job.status, job.last_line) == (2, line)
+    assert [life.cause for life in job.lives] == ["mistake"]
+    assert runfolder.read_json(job.run / runfolder.END)["line"] == line
+    assert line in status.page(standing.look(job.run, None, time.time()))
+    assert diagnose.diagnose(job.run).text().startswith(f"{line}. Confidence high")
+
+
 def test_r42_gate_ends_the_job_before_training(lab: Lab, clone: Path) -> None:
     job = jobs.start(lab, clone, STANDIN_JUDGE_STATUS="1")
     job.end("FAILED")
     assert job.status == 78
     assert not (job.run / "seen").exists()
+    assert job.last_line in status.page(standing.look(job.run, None, time.time()))
+    assert job.last_line in diagnose.diagnose(job.run).text()
 
 
 @pytest.mark.slow
