@@ -98,7 +98,8 @@ class AdapterConfig:
     expert, never the others; for `qwen3_next`, `qwen3_moe` and `mixtral` leave `gate_proj`, `up_proj` and `down_proj`
     out."""
     merger: bool = True
-    """Train the vision tower's merger too (all of its tensors); without effect on a text model."""
+    """Train the vision tower's merger too, the module between it and the language model (all of its tensors); without
+    effect on a text model."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,11 @@ class MemoryConfig:
     """Compute norms, adapters and feed-forward so many positions at a time (a multiple of 2048), so that their tensors
     are never whole; 0: whole. Without effect where `memory.recompute` is off."""
     keep_attention: str = "none"
-    """Keep what attention has computed (output and log-sum-exp), so that a layer's recomputation does not do it again:
-    `none`; a number: in the last so many layers with attention; `auto`: in all. Gradients stay the same to the bit. In
-    layers whose inputs wait in pinned host memory the output does too: `prefix-train budget` shows how much. Needs
-    `memory.recompute`; without effect where `model.attention` is neither `merged` nor `joined`."""
+    """Keep what attention has computed (output, and log-sum-exp, which joins what is computed in pieces), so that a
+    layer's recomputation does not do it again: `none`; a number: in the last so many layers with attention; `auto`: in
+    all. Gradients stay the same to the bit. In layers whose inputs wait in pinned host memory the output does too:
+    `prefix-train budget` shows how much. Needs `memory.recompute`; without effect where `model.attention` is neither
+    `merged` nor `joined`."""
     keep_middle: str = "none"
     """Keep a layer's hidden states between its token mixer and its feed-forward as well as its input, so that each half
     is recomputed by itself, the mixer without its last product: `none`; a number: in the last so many layers; `auto`:

@@ -189,10 +189,10 @@ REFUSED: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def refusal(name: str) -> str:
-    """What is said about one of `REFUSED`. The list of what is known, which ends some of them, is left out."""
+    """What is said about one of `REFUSED`. Some go on with the first layer's classes and what is known: left out."""
     with pytest.raises(NotExact) as found:
         install(REFUSED[name]())
-    return str(found.value).partition("; known are ")[0]
+    return str(found.value).partition("; its first layer is ")[0]
 
 
 def table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
