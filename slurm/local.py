@@ -166,6 +166,8 @@ def _train_here(config: Config, run: Path) -> Outcome:
     signal.signal(signal.SIGINT, lambda number, _: _ask_here(asked, number))
     # `exception` runs it here; `result` would drop into pdb.
     if (error := rank.exception()) is not None:
+        failed = finish.conclude(run, 0)
+        ending.write(run, failed.status, failed.cause, failed.line)
         raise error
     return finish.interrupted(run, finish.conclude(run, 0), asked[0] if asked else 0)
 

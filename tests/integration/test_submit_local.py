@@ -168,6 +168,7 @@ def test_debug_shows_the_traceback_and_does_not_wait_in_a_debugger(clone: Path) 
     assert "(Pdb)" not in done.stdout
     run = run_folder(clone / "runs")
     assert json.loads((run / "logs" / "rank0.json").read_text())["exception"] == "ValueError"
+    assert "raised ValueError at" in json.loads((run / "end.json").read_text())["line"]
 
 
 def test_dry_run_writes_nothing(clone: Path) -> None:
