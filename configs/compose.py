@@ -37,6 +37,65 @@ _YAML12_NUMBERS = (
 _YAML12_WORDS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False, "": None}
 
 
+WANTED: dict[type, str] = {
+    int: "a whole number: write digits, as in 100",
+    float: "a number: write one, as in 0.5 or 1e-4",
+    bool: "a switch: write true or false",
+}
+
+ELSEWHERE = {
+    "learning_rate": "train.lr",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "max_steps": "train.updates",
+    "steps": "train.updates",
+    "warmup_steps": "train.warmup_updates",
+    "lr_scheduler_type": "train.schedule",
+    "scheduler": "train.schedule",
+    "max_grad_norm": "train.clip_norm",
+    "gradient_clipping": "train.clip_norm",
+    "adam_beta1": "train.beta1",
+    "adam_beta2": "train.beta2",
+    "adam_epsilon": "train.eps",
+    "wd": "train.weight_decay",
+    "save_steps": "train.save_every",
+    "save_total_limit": "train.keep_checkpoints",
+    "eval_steps": "evaluate.every",
+    "batch_size": "pack.examples_per_update",
+    "global_batch_size": "pack.examples_per_update",
+    "train_batch_size": "pack.examples_per_update",
+    "per_device_train_batch_size": "pack.packs_per_update",
+    "gradient_accumulation_steps": "pack.packs_per_update",
+    "max_length": "pack.max_positions",
+    "max_seq_length": "pack.max_positions",
+    "max_seq_len": "pack.max_positions",
+    "sequence_len": "pack.max_positions",
+    "gradient_checkpointing": "memory.recompute",
+    "activation_checkpointing": "memory.recompute",
+    "r": "adapter.rank",
+    "lora_r": "adapter.rank",
+    "lora_rank": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_target_modules": "adapter.targets",
+    "target_modules": "adapter.targets",
+    "model_name_or_path": "model.path",
+    "torch_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "precision": "model.dtype",
+    "attn_implementation": "model.attention",
+    "train_file": "data.train",
+    "train_data": "data.train",
+    "validation_file": "data.heldout",
+    "eval_data": "data.heldout",
+    "output_dir": "run_root",
+    "report_to": "report.trackers",
+    "ntasks_per_node": "slurm.tasks_per_node",
+    "gres": "slurm.gpus_per_node",
+}
+"""What options are called in other trainers, and here: names that no likeness of letters leads to the right one."""
+
+
 class _Dumper(yaml.SafeDumper):
     """Escapes every letter that cannot be printed; PyYAML alone turns U+0085 into a space on the way back."""
 
@@ -100,14 +159,21 @@ def _compose(settings: Iterable[Setting], source: str) -> Config:
         try:
             OmegaConf.update(merged, setting.key, value, merge=False)
         except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{setting.where}: {setting.key}: {reason}") from error
+            raise UserError(f"{setting.where}: {setting.key}: {_no_such(value, types[key], error)}") from error
     if missing := sorted(OmegaConf.missing_keys(merged)):
         raise UserError(f"{source}: no value yet for {', '.join(missing)}: write {missing[0]}=VALUE")
     config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     rules.check(config, source)
     return config
+
+
+def _no_such(value: Any, kind: Any, error: OmegaConfBaseException) -> str:
+    """Why `value` is none of an option of type `kind`, and what is."""
+    wanted = next((words for part, words in WANTED.items() if part in (kind, *get_args(kind))), None)
+    if wanted is None or not isinstance(value, str):
+        return str(error).splitlines()[0]
+    return f"{value!r} is not {wanted}"
 
 
 def _unlock(node: DictConfig) -> None:
@@ -219,6 +285,8 @@ def _find(setting: Setting, types: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 def _nearest(key: str, known: list[str]) -> str:
     leaf = key.rpartition(".")[2]
+    if (meant := ELSEWHERE.get(leaf.replace("-", "_").lower())) in known:
+        return f"did you mean {meant}?"
 
     def likeness(candidate: str) -> float:
         its_leaf = candidate.rpartition(".")[2]

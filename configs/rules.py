@@ -145,18 +145,13 @@ def _ranges(config: Config) -> Iterator[str]:
 
 def _choices(config: Config) -> Iterator[str]:
     """What has to be given, and what only in one of several ways."""
-    if (config.model.path is None) == (not config.model.build):
-        found = "neither" if config.model.path is None else "both"
-        yield f"give model.path or model.build; {found} is there"
+    pack, train = config.pack, config.train
+    yield from _one_of("model.path", config.model.path, "model.build", config.model.build or None)
     if not config.data.train:
         yield "give data.train, the file with the training examples"
-    pack, train = config.pack, config.train
-    if (pack.packs_per_update is None) == (pack.examples_per_update is None):
-        found = "neither" if pack.packs_per_update is None else "both"
-        yield f"give pack.packs_per_update or pack.examples_per_update; {found} is there"
-    if (train.updates is None) == (train.epochs is None):
-        found = "neither" if train.updates is None else "both"
-        yield f"give train.updates or train.epochs; {found} is there"
+    packs, examples = pack.packs_per_update, pack.examples_per_update
+    yield from _one_of("pack.packs_per_update", packs, "pack.examples_per_update", examples)
+    yield from _one_of("train.updates", train.updates, "train.epochs", train.epochs)
     if train.trainable == "adapter" and not config.adapter.targets:
         yield "adapter.targets is empty: name modules, or set train.trainable=all"
     if config.data.heldout is None:
@@ -164,6 +159,14 @@ def _choices(config: Config) -> Iterator[str]:
             yield "evaluate.every needs held-out examples: give data.heldout or set evaluate.every=0"
         if config.verify.examples:
             yield "verify.examples needs held-out examples: give data.heldout or set verify.examples=0"
+
+
+def _one_of(key: str, value: object, other_key: str, other: object) -> Iterator[str]:
+    """What is wrong unless just one of two options is given."""
+    if value is None and other is None:
+        yield f"give {key} or {other_key}; neither is there"
+    elif value is not None and other is not None:
+        yield f"{key} and {other_key} are both given: take one back with {key}=null or {other_key}=null"
 
 
 def _memory(config: Config) -> Iterator[str]:

@@ -160,7 +160,7 @@ def test_numbers_and_switches(base: Path) -> None:
         ("zzzzqqq=1", "unknown key zzzzqqq; the nearest key is"),
         ("train.lr", "expected key=value"),
         ("=1", "unknown key"),
-        ("train.lr=fast", "train.lr: Value 'fast'"),
+        ("train.lr=fast", "train.lr: 'fast' is not a number: write one, as in 0.5 or 1e-4"),
         ("train.lr=nan", "not a finite number"),
         ("train.clip_norm=1e999", "not a finite number"),
         ("watch.factor= +Infinity", "not a finite number"),
@@ -168,13 +168,18 @@ def test_numbers_and_switches(base: Path) -> None:
         ("model.build=" + "[" * 3000, "nested too deeply"),
         ("run_root=a\udcff", "run_root: 'a\\udcff' is not UTF-8 at character 2"),
         ("model.build.name=\udcff", "is not UTF-8"),
-        ("train.updates=1e3", "train.updates: Value '1e3'"),
-        ("train.updates=1.5", "train.updates: Value '1.5'"),
-        ("memory.recompute=maybe", "memory.recompute: Value 'maybe'"),
+        ("train.updates=1e3", "train.updates: '1e3' is not a whole number: write digits, as in 100"),
+        ("train.updates=1.5", "train.updates: '1.5' is not a whole number"),
+        ("memory.recompute=maybe", "memory.recompute: 'maybe' is not a switch: write true or false"),
         ("model.dtype=float16", "'float16' is not one of bfloat16, float32"),
         ("model.build=[1]", "expected a mapping"),
         ("adapter.targets=[a", "not YAML"),
-        ("train.lr=null", "train.lr"),
+        ("train.lr=null", "train.lr: 'null' is not a number"),
+        ("train.epochs=two", "train.epochs: 'two' is not a number"),
+        ("data.max_example_tokens=many", "data.max_example_tokens: 'many' is not a whole number"),
+        ("train.learning_rate=1", "did you mean train.lr?"),
+        ("learning-rate=1", "did you mean train.lr?"),
+        ("train.per_device_train_batch_size=1", "did you mean pack.packs_per_update?"),
         ("data.train=???", "no value yet for data.train"),
     ],
 )
@@ -182,6 +187,28 @@ def test_mistake_in_override(base: Path, override: str, says: str) -> None:
     message = mistake(load, base, [override])
     assert says in message
     assert override in message or "???" in override
+
+
+def test_names_of_other_trainers_lead_to_options_and_are_none() -> None:
+    known = compose.options()
+    assert set(compose.ELSEWHERE.values()) <= set(known)
+    leaves = {key.rpartition(".")[2] for key in known}
+    assert not leaves & set(compose.ELSEWHERE)
+
+
+@pytest.mark.parametrize("key", [key for key, kind in compose.options().items() if kind in (int, float, bool)])
+def test_a_word_in_place_of_a_number_is_told_in_plain_words(base: Path, key: str) -> None:
+    said = mistake(load, base, [f"{key}=abc"])
+    assert f"{key}: 'abc' is not a " in said
+    assert "converted" not in said
+
+
+@pytest.mark.parametrize("change", ["train.updates", "train.epochs"])
+def test_what_is_said_of_two_that_exclude_each_other_helps(base: Path, change: str) -> None:
+    overrides = ["train.updates=3", "train.epochs=2"]
+    said = mistake(load, base, overrides)
+    assert f"{change}=null" in said
+    load(base, [*overrides, f"{change}=null"])
 
 
 @pytest.mark.parametrize(
@@ -255,11 +282,11 @@ def test_override_order_and_replacement(base: Path) -> None:
 COUNTED = ["adapter.masks=counted", "adapter.dropout=0.1", "slurm.gpus_per_node=2"]
 
 BROKEN = [
-    (["model.path=/m"], "both is there"),
+    (["model.path=/m"], "are both given: take one back with model.path=null or model.build=null"),
     (["pack.packs_per_update=3"], "no multiple of the 2 ranks: give for example 4"),
     (["pack.packs_per_update=null"], "neither is there"),
-    (["pack.examples_per_update=3"], "both is there"),
-    (["train.epochs=1"], "both is there"),
+    (["pack.examples_per_update=3"], "are both given: take one back with pack.packs_per_update=null or "),
+    (["train.epochs=1"], "train.updates and train.epochs are both given: take one back with train.updates=null"),
     (["train.updates=null"], "neither is there"),
     (["train.epochs=0", "train.updates=null"], "train.epochs is 0.0: give more than 0"),
     (["train.keep_checkpoints=0"], "train.keep_checkpoints is 0: give 1 or more"),
