@@ -22,6 +22,9 @@ PACKAGES = {
 }
 """What to install for each; what is imported has the tracker's own name."""
 
+TESTED = ("wandb", "mlflow", "trackio")
+"""Those that the extra `trackers` of this project brings, in the versions that are tested."""
+
 OFFLINE = frozenset({"mlflow", "tensorboard", "trackio", "wandb"})
 """Those that can write into the run folder or the home folder alone."""
 
@@ -40,6 +43,11 @@ def broken(names: Sequence[str], project: str | None, run: str | None, offline: 
             yield f"report.{key} is {text!r}: give up to 100 letters, digits, spaces, dots, hyphens and underscores"
 
 
+def installed_by(name: str) -> str:
+    """What installs the package of a tracker."""
+    return "pip install --editable '.[trackers]'" if name in TESTED else f"pip install {PACKAGES[name]}"
+
+
 def require(names: Sequence[str]) -> None:
     """Raise UserError where the package of a tracker is not installed here.
 
@@ -49,6 +57,5 @@ def require(names: Sequence[str]) -> None:
         found = find_spec(name)
         if found is None or found.origin is None:
             raise UserError(
-                f"report.trackers: the package of {name} is not installed: pip install {PACKAGES[name]}, or leave "
-                f"{name} out"
+                f"report.trackers: the package of {name} is not installed: {installed_by(name)}, or leave {name} out"
             )

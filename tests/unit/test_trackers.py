@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import secrets
 import threading
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
@@ -26,6 +28,7 @@ from configs.errors import UserError
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, ReportConfig, SlurmConfig, TrainConfig
 from prefix_train import report, trackers
 from slurm import submit
+from tests.documents import ROOT
 from tests.unit.test_report import update
 
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -252,8 +255,19 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
     monkeypatch.setattr(tracker_names, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="the package of comet_ml is not installed: pip install comet-ml"):
         tracker_names.require(["comet_ml"])
-    with pytest.raises(UserError, match="pip install wandb"):
+    with pytest.raises(
+        UserError, match=r"of wandb is not installed: pip install --editable '\.\[trackers\]', or leave"
+    ):
         reporter(tmp_path / "run", config("wandb"))
+
+
+def test_trackers_of_the_extra_are_installed_by_it() -> None:
+    """As the guide says, in the versions that are tested; the guide and the error say the same."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["trackers"]
+    assert [re.split("[->]", one)[0] for one in extras] == list(tracker_names.TESTED)
+    guide = (ROOT / "docs/guides/trackers.md").read_text()
+    for name in tracker_names.PACKAGES:
+        assert (tracker_names.installed_by(name) in guide) == (name in tracker_names.TESTED)
 
 
 def test_a_plain_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
