@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from configs.errors import UserError
+from configs.wording import counted
 from prefix_train import chat, tables
 from prefix_train.chat import shown
 from prefix_train.prompts import Prompts
@@ -147,7 +148,7 @@ def load_examples(
                 raise
             skipped.append(str(error))
     if not examples:
-        raise UserError(f"{path}: no good example: all {len(skipped)} were skipped, the first because {skipped[0]}")
+        raise UserError(f"{path}: no good example among {counted(len(skipped), 'row')}: {skipped[0]}")
     return Examples(examples, skipped, too_long)
 
 

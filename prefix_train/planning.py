@@ -152,7 +152,12 @@ def summary(planned: Planned) -> dict[str, Any]:
 
 
 def describe(planned: Planned, found: dict[str, Any]) -> str:
-    """What a person reads of `found`, the summary."""
+    """What a person reads of `found`, the summary; of a plan that no run would begin with, what is in its way alone."""
+    if planned.refused:
+        bad = (
+            f"{counted(len(found['skipped']), 'example')} cannot be used; --json and --html have the plan of the others"
+        )
+        return _rows([("no plan", bad), *_left_out(planned, found)])
     rows = sharing.describe(found["shared"])
     pack, logical = planned.config.pack, found["logical_tokens"]
     if planned.made_up:
@@ -160,6 +165,17 @@ def describe(planned: Planned, found: dict[str, Any]) -> str:
     for size in found["sizes"]:
         ratio = f"{logical / size['positions']:.1f} times fewer positions, {counted(size['packs'], 'pack')} at least"
         rows.append(("packs of", f"{size['max_positions']:,}: {ratio}"))
+    rows += _left_out(planned, found)
+    return f"{plan_summary.told(found)}\n{_rows(rows)}{near_misses.describe(planned.misses)}"
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<14}{text}" for name, text in rows)
+
+
+def _left_out(planned: Planned, found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Examples that are not in the plan, and why."""
+    rows: list[tuple[str, str]] = []
     if (too_long := found["too_long"])["examples"]:
         longest = too_long["longest"][0]
         rows.append(
@@ -172,11 +188,7 @@ def describe(planned: Planned, found: dict[str, Any]) -> str:
     rows += [("left out", line) for line in found["skipped"][:SHOWN]]
     if (more := len(found["skipped"]) - SHOWN) > 0:
         rows.append(("left out", f"{more:,} more: see --json"))
-    return (
-        plan_summary.told(found)
-        + "".join(f"\n{name:<14}{text}" for name, text in rows)
-        + near_misses.describe(planned.misses)
-    )
+    return rows
 
 
 def advice(planned: Planned, longest: int) -> str:

@@ -73,7 +73,7 @@ def test_a_name_is_free_again_when_its_row_was_skipped(tmp_path: Path) -> None:
 
 def test_a_file_without_a_good_row_is_an_error_even_when_skipping(tmp_path: Path) -> None:
     path = chats.write(tmp_path / "d.jsonl", [b"{", row("a", "")])
-    with pytest.raises(UserError, match=rf"^{path}: no good example: all 2 were skipped, the first because {path}:1: "):
+    with pytest.raises(UserError, match=rf"^{path}: no good example among 2 rows: {path}:1: "):
         load_examples(path, chats.renderer(), 1000, on_bad="skip")
 
 

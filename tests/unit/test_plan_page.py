@@ -74,6 +74,11 @@ def test_the_page_tells_what_the_plan_found_and_needs_nothing_else(mixed: Config
     assert (summary["examples"], len(summary["skipped"]), summary["too_long"]["examples"]) == (17, 2, 1)
     words = " ".join(found.texts)
     assert f"17 examples in {summary['packs']} packs: {summary['positions']:,} positions are computed" in words
+    assert (
+        out.splitlines()[0] == "no plan       2 examples cannot be used; --json and --html have the plan of the others"
+    )
+    assert [line[:14].strip() for line in out.splitlines()[:4]] == ["no plan", "too long", "left out", "left out"]
+    assert "logical tokens" not in out
     assert "A run would not start." in words
     (longest,) = summary["too_long"]["longest"]
     place = f"{mixed.data.train}:18"
@@ -248,7 +253,7 @@ def test_plan_of_data_chooses_packs_that_hold_it_and_leaves_nothing_behind(
     assert {entry.name for entry in tmp_path.iterdir()} == {"d.jsonl", "model", "p.html"}
     status, out, err = run(capsys, *arguments, "pack.max_positions=8192")
     assert status == 2
-    assert "no good example: all 4 were skipped" in err
+    assert "no good example among 4 rows: " in err
     status, out, err = run(capsys, "plan", "c.yaml", "--model", str(model))
     assert (status, err) == (2, "error: c.yaml is a configuration: its model is model.path; leave --model out\n")
     status, _, err = run(capsys, "plan", "d.jsonl", "--model", str(model), "--html", str(tmp_path))
