@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -199,10 +198,10 @@ def verify_command(
         return verify_engine(read(where, overrides), engine, examples or FEW, as_json)
     if not where.is_dir() or overrides:
         raise UserError(f"verify {where}: give a run folder alone; a configuration goes with --engine stream")
-    from prefix_train import review
+    from prefix_train import review, verify
 
     found = review.verify(where, examples or MANY)
-    answer(found, json.dumps(found, indent=1), as_json)
+    answer(found, f"{verify.describe(found)}\n{verify.said(found)}", as_json)
     return 0 if found["passed"] else 1
 
 

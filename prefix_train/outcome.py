@@ -165,13 +165,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         said.append(f"held-out loss {result['heldout_loss']:.4f} over {counted(result['heldout_examples'], 'example')}")
     said += evaluate.lines(result)
     if "verify" in result:
-        found = result["verify"]
-        differences = found["differences"]
-        said.append(
-            f"verify {'passed' if found['passed'] else 'FAILED in ' + ', '.join(found['failed'])}: "
-            f"{counted(found['examples'], 'example')}, mean loss differs by {differences['mean_loss']:.1e}, the worst "
-            f"of {found['tensors']} gradients by {differences['gradient']:.1e}"
-        )
+        said.append(verify.said(result["verify"]))
     return said
 
 

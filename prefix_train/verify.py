@@ -5,7 +5,7 @@ The standalone half uses none of the suite's layers, tables or losses. Both halv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,12 +15,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from configs.schema import VerifyConfig
+from configs.wording import counted
 from prefix_train import anatomy
 from prefix_train import model as models
 from prefix_train.collate import collate, entry_weights
 from prefix_train.evaluate import example_losses
 from prefix_train.plan import Pack
 from prefix_train.render import Example
+
+WORDS = {
+    "mean_loss": "mean loss",
+    "example_mean": "an example's loss, on average",
+    "example_max": "an example's loss, at most",
+    "gradient": "worst gradient, of its norm",
+}
 
 
 @dataclass(frozen=True)
@@ -146,3 +154,25 @@ def compare(pack: Half, alone: Half, bounds: Bounds) -> dict[str, Any]:
         "bounds": allowed,
         "worst_gradient": worst,
     }
+
+
+def said(found: Mapping[str, Any]) -> str:
+    """What `compare` found, in a line."""
+    differences = found["differences"]
+    return (
+        f"verify {'passed' if found['passed'] else 'FAILED in ' + ', '.join(found['failed'])}: "
+        f"{counted(found['examples'], 'example')}, mean loss differs by {differences['mean_loss']:.1e}, the worst "
+        f"of {counted(found['tensors'], 'gradient')} by {differences['gradient']:.1e}"
+    )
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """The differences that `compare` found as a table, each with its bound."""
+    lines = [f"  {'packs against examples alone':<32}{'differ by':>10}   at most"]
+    for name, value in found["differences"].items():
+        bound = found["bounds"][name]
+        limit = "(not judged)" if bound is None else f"{bound:.1e}"
+        failed = "   FAILED" if name in found["failed"] else ""
+        lines.append(f"  {WORDS[name]:<32}{value:>10.1e}   {limit}{failed}")
+    lines.append(f"  the worst gradient is that of {found['worst_gradient']}")
+    return "\n".join(lines)

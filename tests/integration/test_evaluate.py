@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config, DataConfig, EvaluateConfig, ModelConfig, PackConfig, TrainConfig
-from prefix_train import cli, dist, evaluate, metrics, outcome, review, tiny, train
+from prefix_train import cli, dist, evaluate, metrics, outcome, review, tiny, train, verify
 from prefix_train import model as models
 from prefix_train.heldout import Heldout
 from prefix_train.render import Renderer
@@ -268,6 +269,24 @@ def test_a_rank_that_finds_something_else_leaves_none_waiting(run: Path, what: s
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0, 0]
     assert [(run / f"said-by-{rank}").read_text() for rank in range(2)] == [first, second]
+
+
+def test_verify_says_in_a_line_whether_it_passed(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was compared above it, and as JSON below it where that is asked for."""
+    status, out, err = command(capsys, "verify", str(run), "--examples", "2")
+    assert (status, err) == (0, "")
+    *table, last = out.splitlines()
+    assert re.fullmatch(r"verify passed: 2 examples, mean loss differs by \S+, the worst of \d+ gradients by \S+", last)
+    assert [line.split("  ")[1] for line in table[1:5]] == list(verify.WORDS.values())
+    assert table[5].strip().startswith("the worst gradient is that of base_model.")
+    monkeypatch.setattr(verify, "bounds_for", lambda *_: verify.Bounds(-1.0, 1.0, 1.0, None))
+    status, out, err = command(capsys, "verify", str(run), "--examples", "1", "--json")
+    *_, last, document = out.splitlines()
+    assert (status, json.loads(document)["failed"]) == (1, ["mean_loss"])
+    assert last.startswith("verify FAILED in mean_loss: 1 example, mean loss differs by ")
+    assert "(not judged)" in out
 
 
 def test_a_damaged_checkpoint_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
