@@ -99,7 +99,7 @@ def trained_by_trainer(rank: int, folder: Path, kind: str, ranks: int, per_rank:
 
 
 def trained_under_accelerate(rank: int, folder: Path, kind: str, ranks: int, per_rank: int) -> None:
-    """What docs/guides/accelerate.md shows."""
+    """The loop that docs/guides/accelerate.md shows."""
     with oracle.float64():
         model, base = built(kind)
         _, packs = packs_of(base, ranks, per_rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +22,6 @@ from tests.documents import ROOT, Block
 
 RUN_ELSEWHERE = {
     "plain-loop.md": "tests/numerics/test_packs.py",
-    "transformers-trainer.md": "tests/trainer_ranks.py",
-    "accelerate.md": "tests/trainer_ranks.py",
 }
 """Pages whose Python other tests run, and where."""
 
@@ -72,6 +71,14 @@ def test_the_python_of_a_page_runs(
     if page.name == "README.md":
         assert isinstance(namespace["model"], PeftModel)
         assert namespace["out"].logits.shape[:2] == (1, 84)
+
+
+@pytest.mark.parametrize("name", ["plain-loop.md", "transformers-trainer.md", "accelerate.md"])
+def test_each_page_for_a_trainer_of_ones_own_compares_itself(name: str) -> None:
+    """As the README says: with every example alone, and it ends where they differ."""
+    code = "".join(block.text for block in documents.blocks(ROOT / "docs/guides" / name) if block.language == "python")
+    assert "use_cache=False).loss / len(members)" in code
+    assert re.search(r"assert abs\(one - \w+\) < 1e-4", code)
 
 
 def test_a_planted_fault_in_python_is_found(tmp_path: Path) -> None:
