@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from configs.schema import Config
+from configs.schema import Config, ModelConfig
 from prefix_train import anatomy, outcome, tiny, verify
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
@@ -51,11 +51,8 @@ def agreement(config: Config, dtype: Literal["float32", "bfloat16"], device: tor
     """One of the gate's two comparisons."""
     build = {**config.model.build, **SMALL}
     adapter = dataclasses.replace(config.adapter, dropout=0.0)
-    deltanet: Any = "reference" if dtype == "float32" else config.model.deltanet
-    attention: Any = config.model.attention
-    if dtype == "float32" and device.type == "cuda" and attention in ("merged", "joined"):
-        attention = "auto"  # their pieces are of 16 bits there
-    model_config = dataclasses.replace(config.model, build=build, dtype=dtype, deltanet=deltanet, attention=attention)
+    model_config = dataclasses.replace(config.model, build=build, dtype=dtype)
+    model_config = in_float32(model_config, device) if dtype == "float32" else model_config
     small = dataclasses.replace(config, adapter=adapter, model=model_config)
     model = models.adapt(build_on(device, build, models.DTYPES[dtype]), small)
     draw_adapters(model)
@@ -68,6 +65,14 @@ def agreement(config: Config, dtype: Literal["float32", "bfloat16"], device: tor
     packed = verify.packed(root, [star(examples, prefix)], examples)
     bounds = verify.bounds_for(config.verify, models.DTYPES[dtype])
     return {**verify.compare(packed, alone, bounds), "kernels": outcome.kernels(small, device)}
+
+
+def in_float32(model: ModelConfig, device: torch.device) -> ModelConfig:
+    """`model` in float32, with kernels in the place of those that take 16 bits alone."""
+    attention = model.attention
+    if device.type == "cuda" and attention in ("merged", "joined"):
+        attention = "auto"
+    return dataclasses.replace(model, dtype="float32", deltanet="reference", attention=attention)
 
 
 @contextmanager

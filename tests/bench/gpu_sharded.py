@@ -39,12 +39,11 @@ BOUND = 1e-5
 WORLD = 2
 
 
-def gate_config(case: Case) -> Config:
+def gate_config(case: Case, device: torch.device) -> Config:
     """The geometry at the gate's sizes, in float32, nothing dropped."""
     config = case.config()
-    model = dataclasses.replace(
-        config.model, build={**config.model.build, **bench_gate.SMALL}, dtype="float32", deltanet="reference"
-    )
+    model = dataclasses.replace(config.model, build={**config.model.build, **bench_gate.SMALL})
+    model = bench_gate.in_float32(model, device)
     return dataclasses.replace(config, model=model, adapter=dataclasses.replace(config.adapter, dropout=0.0))
 
 
@@ -91,7 +90,7 @@ def whole_gradients(run: step.Stepper) -> dict[str, torch.Tensor]:
 
 def rank_gate(case: Case, shape: tuple[int, int, int], ranks: Ranks, out: Path) -> dict[str, Any]:
     """Gradients of two small packs into `out`.safetensors."""
-    config = gate_config(case)
+    config = gate_config(case, ranks.device)
     run = stepper(dataclasses.replace(config, train=dataclasses.replace(config.train, clip_norm=0.0)), ranks)
     result = step.update(run, 0, 0.0, batches_of(config, shape, mine(ranks, WORLD)))
     found = whole_gradients(run)
