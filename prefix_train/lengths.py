@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -158,9 +159,10 @@ def longest_accepted(config: Config) -> int:
 
 def index_path(config: Config, data: Path | None = None, cut: bool = False) -> Path:
     """Where the index of a data file is kept: in `run_root/lengths`, named after the file and its place, and after the
-    model and the options that it was made for. cut: see `build`."""
-    path = _data(config, data).absolute()
-    made_for = json.dumps([config.model.path, config.model.build, _options(config, cut)], sort_keys=True)
+    model and the options that it was made for. Paths count as submit resolves them. cut: see `build`."""
+    path = Path(os.path.abspath(_data(config, data)))
+    model = None if config.model.path is None else os.path.abspath(locate(config.model.path))
+    made_for = json.dumps([model, config.model.build, _options(config, cut)], sort_keys=True)
     name = f"{path.stem}-{_sha256(str(path).encode())[:12]}-{_sha256(made_for.encode())[:8]}.npz"
     return Path(config.run_root) / "lengths" / name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import resource
@@ -20,8 +21,9 @@ from configs import compose, console, runfolder
 from configs.errors import UserError
 from configs.nodefolder import private_folder
 from configs.schema import Config
-from prefix_train import budget, heartbeat, lengths, plan_summary
+from prefix_train import budget, cli, heartbeat, lengths, plan_summary
 from slurm import acts, finish, freeze, job, life, planned, rank, sbatch, submit, verdict
+from tests import chats, exported
 from tests.standins import make_clone
 
 GOLDEN = Path(__file__).parents[1] / "data" / "sbatch.sh"
@@ -345,6 +347,36 @@ def test_without_a_fitting_index_it_is_said_why(tmp_path: Path) -> None:
     config = with_index(tmp_path, 8)
     Path(config.data.train).write_text("changed")
     assert "was made for something else: data" in planned.lines(config, planned.sketch(config))[0]
+
+
+@pytest.mark.parametrize("model", ["m", "../here/m", "package:carrier_of_models/m"])
+def test_the_plan_of_relative_paths_is_found_when_submitting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    here, carrier = tmp_path / "here", tmp_path / "carrier_of_models"
+    for folder in (here, carrier):
+        folder.mkdir()
+    exported.model_folder((carrier if model.startswith("package:") else here) / "m")
+    (carrier / "__init__.py").touch()
+    chats.write(tmp_path / "d.jsonl", [chats.row(f"Which is {n}?") for n in range(4)])
+    config = {
+        "cluster": "local",
+        "model": {"path": model},
+        "data": {"train": "../d.jsonl"},
+        "pack": {"packs_per_update": 1},
+        "train": {"updates": 1},
+        "slurm": {"tasks_per_node": 1},
+    }
+    (here / "c.yaml").write_text(json.dumps(config))
+    monkeypatch.chdir(here)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cli.plan_command(Path("c.yaml"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        console.run(submit.app, ["c.yaml", "--dry-run"])
+    told = capsys.readouterr()
+    assert (ended.value.code, told.err) == (0, "")
+    assert "\nplan    1 update, 1 per epoch; 4 examples in" in told.out
 
 
 # Acts
