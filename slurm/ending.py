@@ -23,10 +23,14 @@ class Ending:
 
 
 def write(run: Path, status: int, cause: str, line: str) -> None:
-    """Leave how this process's life ended. Where the folder does not take it, that is said: the line is printed too."""
-    ended = Ending(runfolder.process_attempt(), status, cause, line)
+    """Leave how this process's life ended, or, where it began none, that no other followed the run's last one.
+
+    Where the folder does not take it, that is said: the line is printed too.
+    """
+    mine = runfolder.of_life(run)
+    attempt = runfolder.current_attempt(run) if mine is None else runfolder.process_attempt()
     try:
-        runfolder.write_json(run / runfolder.END, asdict(ended), run=run)
+        runfolder.write_json(run / runfolder.END, asdict(Ending(attempt, status, cause, line)), run=mine)
     except (runfolder.StaleAttempt, OSError) as error:
         print(f"{run / runfolder.END} cannot be written: {error}", file=sys.stderr, flush=True)
 

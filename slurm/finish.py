@@ -327,7 +327,10 @@ def main(
 def _end(run: Path, outcome: str) -> tuple[Outcome, Life | None]:
     config, (name, _, status) = from_run(run), outcome.rpartition(":")
     if name:
-        return decide(run, config, ask_slurm(run, act_failed(run, name, int(status)), config.slurm.tasks_per_node))
+        ended = act_failed(run, name, int(status))
+        if runfolder.of_life(run) is None:
+            return ended, None  # what comes before the life's beginning failed
+        return decide(run, config, ask_slurm(run, ended, config.slurm.tasks_per_node))
     if int(status):
         wait_for_words(run, WORD_S + config.watch.poll_s, config.slurm.nodes)
     per_node = config.slurm.tasks_per_node if config.slurm.nodes > 1 else None

@@ -39,6 +39,8 @@ MAX_MOVES = 2
 def begin(run: Path, attempt: int) -> None:
     """Make `attempt` the run's present life. Raises StaleAttempt where a later one has begun.
 
+    How a job ended that began no life is not how this one does: its word goes.
+
     UserError where the run folder cannot be written: nobody could leave a word in it later.
     """
     now = runfolder.current_attempt(run)
@@ -46,6 +48,7 @@ def begin(run: Path, attempt: int) -> None:
         raise runfolder.StaleAttempt(f"attempt {attempt} may not begin in {run}: the job is in attempt {now}")
     try:
         runfolder.write_text(run / runfolder.ATTEMPT, f"{attempt}\n")
+        (run / runfolder.END).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"the run folder {run} cannot be written: {error.strerror}: put that right first") from error
 

@@ -12,7 +12,7 @@ from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig
 from prefix_train import heartbeat
-from slurm import causes, diagnose, ending, finish, live, local, standing, status
+from slurm import causes, diagnose, ending, finish, life, live, local, standing, status
 from slurm.finish import Outcome
 
 GATE = "FAIL node3: fail: host.memory: 0.3 GiB are free -> free some (and 1 more)"
@@ -76,6 +76,34 @@ def test_a_process_of_an_earlier_life_leaves_no_word(run: Path, capsys: pytest.C
     leave(run, Outcome(1, "failed: late", "raised"))
     assert not (run / runfolder.END).exists()
     assert "end.json cannot be written: attempt 1 may not write" in capsys.readouterr().err
+
+
+def fail_in_setup(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job ends before it has begun a life."""
+    monkeypatch.delenv(life.VARIABLE)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(finish.scheduler, "outlive_requeue", lambda: None)
+    assert finish.main(run, "setup line 1:7") == 7
+
+
+def test_the_word_of_a_job_that_never_began_is_not_the_next_lifes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of slurm.setup fails in the first submission, is mended, and the run is submitted again."""
+    (run / runfolder.ATTEMPT).unlink()
+    fail_in_setup(run, monkeypatch)
+    assert "failed: setup line 1 ended with status 7" in status.page(standing.look(run, None, 0.0))
+    assert life.begin_next(run) == 0
+    assert "nothing to explain yet" in diagnose.diagnose(run).text()
+    assert "end  " not in status.page(standing.look(run, None, 0.0))
+
+
+def test_a_setup_line_that_fails_after_the_first_life_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_in_setup(run, monkeypatch)
+    said = "failed: setup line 1 ended with status 7; training did not start"
+    assert capsys.readouterr().err == said + "\n"
+    assert ending.bad(run, 1) == ending.Ending(1, 7, "setup", said)
+    assert said in diagnose.diagnose(run).text()
 
 
 def test_damage_is_named(run: Path) -> None:
