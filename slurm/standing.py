@@ -192,12 +192,12 @@ def _phase(beats: Sequence[Beat], ends: Sequence[End]) -> str | None:
 
 
 def _end(run: Path, attempt: int) -> str | None:
+    if (bad := ending.bad(run, attempt)) is not None:
+        return bad.line  # also where there is a result: it is written before it is judged
     if (run / runfolder.RESULT).exists():
         result = asdict(records.read(run / runfolder.RESULT, _Result))
         figures = [f"{name.replace('_', ' ')} {figure:.4g}" for name, figure in result.items() if figure is not None]
         return ", ".join(["complete", *figures])
-    if (bad := ending.bad(run, attempt)) is not None:
-        return bad.line
     path = run / runfolder.LIVES / f"{attempt}.json"
     if not path.exists() or (told := records.read(path, _Ending)).cause is None:
         return None

@@ -122,6 +122,15 @@ def mistake(run: Path, ranks: int = 2, message: str = CHANGED) -> None:
             heartbeat.ended(run, rank, ranks, error=error)
 
 
+def test_a_result_that_was_refused_is_no_completion(run: Path) -> None:
+    """As where a metric of the user's own raises: what was found is kept, and the job ends with status 2."""
+    runfolder.write_json(run / runfolder.RESULT, {"heldout_loss": 0.5})
+    leave(run, Outcome(2, f"error: {CHANGED}", "mistake"))
+    assert standing.look(run, None, 0.0).end == f"error: {CHANGED}"
+    leave(run, Outcome(0, "complete", "complete"))
+    assert standing.look(run, None, 0.0).end == "complete, heldout loss 0.5"
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mistake_within_a_rank_is_one_line(run: Path, ranks: int) -> None:
     mistake(run, ranks)
