@@ -156,12 +156,12 @@ def _hosts(run: Path, attempt: int, nodes: Sequence[Node]) -> tuple[str, ...]:
 
 
 def _standing(run: Path, attempt: int, ends: Sequence[End]) -> str:
+    if (bad := ending.bad(run, attempt)) is not None:
+        return bad.line  # also of ranks that ended well: it may be what they left that was wrong
     if (run / runfolder.RESULT).exists():
         return f"nothing to explain: the run is complete; see {run / runfolder.RESULT}"
     if ends:
         return f"nothing to explain: {len(ends)} ranks of life {attempt} ended well"
-    if (bad := ending.bad(run, attempt)) is not None:
-        return bad.line
     if not heartbeat.read(run):
         return f"nothing to explain yet: no rank has given a heartbeat in life {attempt}"
     return "no hang is known and no rank has ended; --now looks at the ranks of a run that is alive"

@@ -146,6 +146,21 @@ def test_a_mistake_within_a_rank_is_one_line(run: Path, ranks: int) -> None:
     assert f"error: {CHANGED}" in status.table([standing.look(run, None, 0.0)])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (1, "failed: rank 1 left no word of how it ended"),
+        (2, "failed: all ranks ended well, but there is no result.json"),
+    ],
+)
+def test_a_life_whose_ranks_ended_well_and_that_failed_is_explained(run: Path, ranks: int, said: str) -> None:
+    for rank in range(ranks):
+        heartbeat.ended(run, rank, 2)
+    assert "ranks of life 1 ended well" in diagnose.diagnose(run).text()
+    leave(run, finish.conclude(run, 0))
+    assert diagnose.diagnose(run).text() == said + "\n"
+
+
 def test_a_long_mistake_is_told_whole(run: Path) -> None:
     message = "x" * 150 + " expected " + "y" * 150 + ", found z; build it again"
     mistake(run, message=message)
