@@ -82,9 +82,10 @@ def plan_command(
         raise UserError(f"{where} is a configuration: its model is model.path; leave --model out")
     config = planning.of_data(where, model, changes) if is_data else read(where, overrides)
     given = any(change.startswith(("pack.max_positions", "data.max_example_tokens")) for change in changes)
-    planned = planning.make(config, keep=not is_data, choose_size=is_data and not given)
+    is_run = not is_data and where.is_dir()  # each life of one plans: no start shall wait for advice, or end with it
+    planned = planning.make(config, keep=not is_data, choose_size=is_data and not given, advise=not is_run)
     found = planning.summary(planned)
-    if not is_data and where.is_dir() and not planned.refused:
+    if is_run and not planned.refused:
         runfolder.write_json(where / runfolder.PLAN, found)  # a person's command belongs to no life of the run
     if html is not None:
         page.write(planned, found, html)

@@ -64,26 +64,33 @@ Path = tuple[()] | tuple[Any, Ints]
 class Place:
     """Where examples go on differently, once what was found before it is merged.
 
-    fork: keys up to there. ways: keys from there through what follows the differing stretch, the shortest first. more:
-    how many placeholders each image has beside its key. number: the how manieth this is of those found.
+    path: of the node up to there. ways: keys from there through what follows the differing stretch, the shortest first.
+    more: how many placeholders each image has beside its key. number: the how manieth this is of those found.
     """
 
-    fork: Ints
+    path: Path
     ways: tuple[Ints, ...]
     more: Mapping[int, int]
     number: int
+
+    @property
+    def fork(self) -> Ints:
+        """Keys up to there. Made anew each time: those of a long beginning with many near misses would fill memory."""
+        return _keys(self.path)
 
     def whole(self) -> tuple[Ints, list[Ints]]:
         """Fork and ways with all placeholders of images."""
         return self._unfolded(self.fork), [self._unfolded(way) for way in self.ways]
 
     def leads_to(self, other: Place) -> bool:
-        """Whether `other` is at the same fork, or has a way through what merging makes of this one."""
-        if np.array_equal(self.fork, other.fork):
+        """Whether `other`, found later, is at the same fork, or has a way through what merging makes of this one."""
+        if not _leads_through(other.path, self.path):
+            return False
+        behind, through = _keys(other.path, self.path), self.ways[0]
+        if not len(behind):
             return True
-        through = np.concatenate([self.fork, self.ways[0]])
-        begun = min(len(through), len(other.fork))
-        if not np.array_equal(through[:begun], other.fork[:begun]):
+        begun = min(len(through), len(behind))
+        if not np.array_equal(through[:begun], behind[:begun]):
             return False
         rest = through[begun:]
         return not len(rest) or any(np.array_equal(way[: len(rest)], rest) for way in other.ways)
@@ -222,7 +229,7 @@ class _Finder(Merger):
                     continue
                 merged = True
                 frequent_first = sorted(variants, key=lambda variant: (-variant.examples, variant.first))
-                place = Place(_keys(path), tuple(ways), self._more, next(self._numbers))
+                place = Place(path, tuple(ways), self._more, next(self._numbers))
                 yield NearMiss(depth, before, tuple(frequent_first), after[:AROUND].copy(), saves, saves, place)
             if merged:
                 self._count_again(fork)
@@ -285,13 +292,20 @@ class _Finder(Merger):
         self._below[node] = _below(node.ends, [self._below[child] for child in node.children.values()])
 
 
-def _keys(path: Path) -> Ints:
-    """All keys of a path."""
+def _keys(path: Path, above: Path = ()) -> Ints:
+    """The keys of `path` behind those of `above`, which is the path of a node that it leads through."""
     parts: list[Ints] = []
-    while path:
+    while path and path is not above:
         path, keys = path
         parts.append(keys)
     return np.concatenate([np.empty(0, np.int64), *reversed(parts)])
+
+
+def _leads_through(path: Path, above: Path) -> bool:
+    """Whether `above`, of the same walk, is the path of a node that `path` leads through or ends with."""
+    while path and path is not above:
+        path = path[0]
+    return bool(path) or not above
 
 
 def _below(ends: Sequence[int], parts: Sequence[Below]) -> Below:

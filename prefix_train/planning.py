@@ -39,7 +39,8 @@ class Planned:
     """A plan and what it was made of.
 
     config: with the size of packs that was used. made_up: whether that was chosen here. cap: tokens of the longest
-    example that is accepted. misses: see `near_misses.summary`. sizes: what packs of other sizes come to.
+    example that is accepted. misses: see `near_misses.summary`; none where they were not looked for. sizes: what packs
+    of other sizes come to.
     """
 
     config: Config
@@ -49,7 +50,7 @@ class Planned:
     examples: Examples
     index: LengthIndex
     run: RunPlan
-    misses: Sequence[dict[str, Any]]
+    misses: Sequence[dict[str, Any]] | None
     sizes: Sequence[Size]
 
     @property
@@ -97,12 +98,12 @@ def renderer_of(model: ModelConfig, targets: Targets = "last") -> Renderer:
     return Renderer(processor, AutoConfig.from_pretrained(folder, local_files_only=True, **more), targets=targets)
 
 
-def make(config: Config, keep: bool, choose_size: bool) -> Planned:
+def make(config: Config, keep: bool, choose_size: bool, advise: bool = True) -> Planned:
     """Read the data of `config` and plan it.
 
     keep: write the length index, where a run could use it. choose_size: let the packs be as large as the longest
-    example needs. Bad examples are collected whatever `data.on_bad_example`; UserError is raised where nothing is left,
-    or nothing can be read.
+    example needs. advise: look for near misses, which takes a plan or two for each that is listed. Bad examples are
+    collected whatever `data.on_bad_example`; UserError is raised where nothing is left, or nothing can be read.
     """
     renderer, trie = renderer_of(config.model, config.data.targets), Trie()
     cap = 1 << 40 if choose_size else lengths.longest_accepted(config)
@@ -116,12 +117,17 @@ def make(config: Config, keep: bool, choose_size: bool) -> Planned:
     if keep and (not examples.skipped or config.data.on_bad_example == "skip"):
         lengths.write(lengths.index_path(config, cut=cut), index)
     run = lengths.run_plan(config, index)
-    whole = trie.copy()
-    found = near_misses.planned(near_misses.find(trie), whole, lambda tree: positions(config, tree))
-    misses = near_misses.summary(found, index.sources, renderer.text_of)
+    misses = _near_misses(config, trie, index, renderer) if advise else None
     shared = config.pack.mode == "shared"
     sizes = sharing.sizes(index.forest, config.pack.min_shared, config.pack.max_positions) if shared else []
     return Planned(config, choose_size, cap, renderer, examples, index, run, misses, sizes)
+
+
+def _near_misses(config: Config, trie: Trie, index: LengthIndex, renderer: Renderer) -> list[dict[str, Any]]:
+    """What is nearly shared among the examples of `trie`, which are merged there, as JSON has it."""
+    whole = trie.copy()
+    found = near_misses.planned(near_misses.find(trie), whole, lambda tree: positions(config, tree))
+    return near_misses.summary(found, index.sources, renderer.text_of)
 
 
 def positions(config: Config, trie: Trie) -> int:
@@ -166,7 +172,7 @@ def describe(planned: Planned, found: dict[str, Any]) -> str:
         ratio = f"{logical / size['positions']:.1f} times fewer positions, {counted(size['packs'], 'pack')} at least"
         rows.append(("packs of", f"{size['max_positions']:,}: {ratio}"))
     rows += _left_out(planned, found)
-    return f"{plan_summary.told(found)}\n{_rows(rows)}{near_misses.describe(planned.misses)}"
+    return f"{plan_summary.told(found)}\n{_rows(rows)}{near_misses.describe(planned.misses or ())}"
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:

@@ -66,6 +66,7 @@ def write(planned: Planned, found: dict[str, Any], place: Path) -> None:
 def render(planned: Planned, found: dict[str, Any]) -> str:
     """The page as text."""
     data, model = planned.config.data.train, planned.config.model
+    misses = found["near_misses"] or ()
     return document.render(
         Path(__file__).parent / "page.html",
         title=f"Plan of {data}",
@@ -80,8 +81,8 @@ def render(planned: Planned, found: dict[str, Any]) -> str:
         sizes=sizes(found) if found["sizes"] else None,
         packs=[_pack(planned, place, pack) for place, pack in enumerate(islice(_filled(planned), PACKS))],
         pack_count=found["packs"],
-        misses=[miss(one) for one in found["near_misses"][:MISSES]],
-        more_misses=max(0, len(found["near_misses"]) - MISSES),
+        misses=[miss(one) for one in misses[:MISSES]],
+        more_misses=max(0, len(misses) - MISSES),
         longest=longest(planned),
         too_long=too_long(planned, found["too_long"]),
         advice=_advice(planned, found["too_long"]["longest"]),

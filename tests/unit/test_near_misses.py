@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs import compose, runfolder
 from configs.schema import PackConfig
-from prefix_train import cli, near_misses
+from prefix_train import cli, lengths, near_misses
 from prefix_train.merging import merged
 from prefix_train.near_misses import NearMiss, find, planned
 from prefix_train.plan import plan_epoch
@@ -326,6 +328,45 @@ def test_the_plan_shows_them_as_text_and_as_json(tmp_path: Path, capsys: pytest.
     (miss,) = json.loads(document)["near_misses"]
     assert [variant["sources"] for variant in miss["variants"]] == [[f"{tmp_path}/d.jsonl:{n}"] for n in (1, 2)]
     assert any(line.startswith("nearly shared 2 examples differ in 2 short texts after ") for line in said)
+
+
+def test_a_start_of_a_job_neither_waits_for_advice_nor_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It plans its run folder."""
+
+    def fails(trie: Trie) -> list[NearMiss]:
+        raise MemoryError
+
+    monkeypatch.setattr(near_misses, "find", fails)
+    data = chats.write(tmp_path / "d.jsonl", [row(f"Which is {number}?") for number in range(2)])
+    config = chats.configured(tmp_path, data)
+    with pytest.raises(MemoryError):
+        cli.plan_command(tmp_path / "c.yaml")
+    (tmp_path / "run").mkdir()
+    runfolder.write_text(tmp_path / "run" / runfolder.CONFIG, compose.to_yaml(config))
+    page = tmp_path / "p.html"
+    cli.plan_command(tmp_path / "run", html=page)
+    assert "\nnearly shared" not in capsys.readouterr().out
+    written = runfolder.read_json(tmp_path / "run" / runfolder.PLAN)
+    assert (written["examples"], written["near_misses"]) == (2, None)
+    assert page.is_file()
+    lengths.load(config)
+
+
+def test_many_near_misses_behind_a_long_beginning_take_no_copy_of_it_each() -> None:
+    long, trie = np.arange(10**6, 10**6 + 20_000), Trie()
+    for group in range(60):
+        for number in range(2 * near_misses.SEVERAL):
+            rest = 1000 * group + np.arange(near_misses.FOLLOW + 8)
+            trie.insert(np.r_[long, 10**5 + group, 7 + number % 2, rest, 10**7 + number])
+    tracemalloc.start()
+    misses = find(trie)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(misses) == 60
+    assert held < 20 * long.nbytes
+    assert all(miss.place.fork[:-1].tolist() == long.tolist() for miss in misses)
 
 
 @pytest.mark.parametrize("at", ["in the prompt", "at the very beginning"])
