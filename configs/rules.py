@@ -190,6 +190,7 @@ def _memory(config: Config) -> Iterator[str]:
 ON_ANY_DEVICE = {
     "model.attention": ("auto", "merged", "dense"),
     "model.deltanet": ("auto", "reference"),
+    "model.elementwise": ("auto", "torch"),
     "model.heads": ("torch",),
 }
 """Kernels that need no GPU; of `auto` some are such."""
@@ -261,6 +262,13 @@ def _streaming(config: Config) -> Iterator[str]:
         yield f"stream.packs_per_visit={together} with pack.packs_per_update={packs}: give no more than there are"
     if stream.resident_blocks != "auto" and not re.fullmatch(r"\d+", stream.resident_blocks):
         yield f"stream.resident_blocks is {stream.resident_blocks!r}: give auto or a number of blocks"
+    if stream.graphs == "on" and (dropout := config.adapter.dropout) and config.adapter.masks == "drawn":
+        yield (
+            f"stream.graphs=on with adapter.dropout={dropout:g} and adapter.masks=drawn: the host draws these masks; "
+            "set adapter.masks=counted or stream.graphs=auto"
+        )
+    if stream.graphs == "on" and not config.slurm.gpus_per_node:
+        yield "stream.graphs=on needs a GPU: give slurm.gpus_per_node, or set stream.graphs=auto"
     if config.data.heldout is not None and evaluate.generate:
         yield "evaluate.generate=true with engine=stream: answers need the whole model; set evaluate.generate=false"
     if config.verify.examples:

@@ -147,7 +147,7 @@ def test_a_row_that_learned_nothing_says_so(rows: dict[str, dict[str, Any]]) -> 
     assert bench_row.faults(pack) == []
 
 
-RECORDED = "64@stream.graphs=on,stream.graph_layouts=1,adapter.dropout=0.0"
+RECORDED = "64@stream.graphs=auto,stream.graph_layouts=1,adapter.dropout=0.0"
 
 
 @pytest.fixture

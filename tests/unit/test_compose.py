@@ -311,6 +311,8 @@ BROKEN = [
     (["model.deltanet=fla"], "needs GPUs"),
     (["model.deltanet=fla_segments"], "needs GPUs"),
     (["model.deltanet=fla_forest"], "needs GPUs"),
+    (["model.elementwise=liger"], "needs GPUs"),
+    (["model.elementwise=fused"], "needs GPUs: give slurm.gpus_per_node, or set model.elementwise=auto"),
     (["model.heads=fused"], "needs GPUs: give slurm.gpus_per_node, or set model.heads=torch"),
     (
         [*COUNTED, "adapter.rank=65"],

@@ -192,6 +192,8 @@ def test_a_pack_of_the_plan_is_grown_to_the_largest_that_may_come() -> None:
         (["memory.recompute=false", "memory.offload=none"], "a block is gone before its backward"),
         (["memory.keep_attention=auto"], "memory.keep_attention with engine=stream: a block keeps nothing but its in"),
         (["memory.keep_middle=auto"], "memory.keep_middle with engine=stream: a block keeps nothing but its input"),
+        (["stream.graphs=on", "adapter.dropout=0.1"], "set adapter.masks=counted or stream.graphs=auto"),
+        (["stream.graphs=on", "slurm.gpus_per_node=0"], "stream.graphs=on needs a GPU: give slurm.gpus_per_node, or"),
         (["train.loss_chunk_words=100"], "give a multiple of 64"),
         (["slurm.tasks_per_node=2", "slurm.gpus_per_node=2", "pack.packs_per_update=2"], "trains on one GPU"),
         (["data.heldout=x.jsonl", "evaluate.generate=true"], "answers need the whole model"),
@@ -201,6 +203,12 @@ def test_a_pack_of_the_plan_is_grown_to_the_largest_that_may_come() -> None:
 def test_contradictions_are_named(overrides: list[str], says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
         recipe(*overrides)
+
+
+def test_launches_are_recorded_where_masks_are_counted_and_where_they_need_not_be() -> None:
+    counted = recipe("stream.graphs=on", "adapter.dropout=0.1", "adapter.masks=counted")
+    assert counted.stream.graphs == "on"
+    assert recipe("stream.graphs=auto", "adapter.dropout=0.1", "slurm.gpus_per_node=0").stream.graphs == "auto"
 
 
 # Recorded launches.
