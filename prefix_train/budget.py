@@ -223,10 +223,12 @@ def _loss_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
     """Logits of the rows and words that are computed at a time, and the gradient of a head that is trained."""
     rows = min(shape.rows, config.train.loss_chunk_rows)
     words = min(config.train.loss_chunk_words or geometry.vocabulary, geometry.vocabulary)
-    whole, itemsize = words == geometry.vocabulary, ITEMSIZE[config.model.dtype]
-    logits = tensor_bytes(rows, words, itemsize=itemsize if whole else 8)
+    # Kernels of `logits` take whole rows on a GPU; the streaming engine has the head in tiles, be it in one.
+    in_place = words == geometry.vocabulary and config.engine != "stream" and config.slurm.gpus_per_node > 0
+    itemsize = ITEMSIZE[config.model.dtype]
+    logits = tensor_bytes(rows, words, itemsize=itemsize if in_place else 8)
     head = 0 if adapted(config) else tensor_bytes(geometry.vocabulary, geometry.hidden, itemsize=4)
-    how = f"{itemsize} B (their gradient takes their place)" if whole else "8 B (float32, and a temporary of it)"
+    how = f"{itemsize} B (their gradient takes their place)" if in_place else "8 B (float32, and a temporary of it)"
     what = f"{rows:,} rows x {words:,} x {how}"
     return [
         Term("logits of a chunk", logits, "gpu", what, "loss"),

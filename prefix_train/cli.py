@@ -119,8 +119,10 @@ def budget_command(
     largest_pack = None if index is None else lengths.largest_pack(config, index)
     begin = "" if index is not None else f"{budget.UNPLANNED}\n"
     if config.engine == "stream":
-        from prefix_train.stream import planner
+        from prefix_train.stream import origin, planner
 
+        if config.stream.store is not None and (Path(config.stream.store) / origin.MANIFEST).is_file():
+            origin.require(config)
         plan = planner.make(config, largest_pack)
         answer(plan.summary(), begin + plan.describe(), as_json)
         return

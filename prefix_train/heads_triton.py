@@ -48,6 +48,8 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = out.dtype.element_ty
+    of_head = tl.cast(of_head, tl.int64)
+    out_head = tl.cast(out_head, tl.int64)
     rows, columns = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     partner, turned = _partner(columns, HALF), columns < 2 * HALF
     real = (rows < count)[:, None]
@@ -78,6 +80,9 @@ def _rotate_back_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = into.dtype.element_ty
+    grad_head = tl.cast(grad_head, tl.int64)
+    of_head = tl.cast(of_head, tl.int64)
+    into_head = tl.cast(into_head, tl.int64)
     rows, columns = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     partner, turned = _partner(columns, HALF), columns < 2 * HALF
     real = (rows < count)[:, None]
@@ -120,6 +125,8 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = out.dtype.element_ty
+    of_head = tl.cast(of_head, tl.int64)
+    gate_head = tl.cast(gate_head, tl.int64)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, columns = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     some = (rows < count)[:, None] & (columns < SIZE)[None, :]
@@ -136,6 +143,8 @@ def _gate_back_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     KIND: tl.constexpr = into.dtype.element_ty
+    of_head = tl.cast(of_head, tl.int64)
+    gate_head = tl.cast(gate_head, tl.int64)
     tile, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     rows, columns = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     some = (rows < count)[:, None] & (columns < SIZE)[None, :]

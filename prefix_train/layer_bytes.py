@@ -122,9 +122,12 @@ def feed_forward_tile_bytes(
     return tensor_bytes(positions, tensors * geometry.mlp_width(layer), itemsize=itemsize)
 
 
-def mixer_gradient_bytes(geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2) -> int:
+def mixer_gradient_bytes(
+    geometry: Geometry, layer_type: str, shape: Shape, itemsize: int = 2, joined: bool = False
+) -> int:
     """What the backward of one layer's token mixer makes beside what it kept, less what it has let go of by then.
 
+    joined: attention's heads are not parted in groups, and all pieces' gradients of queries are there at once.
     Attention: the gradients of what came in, but for a group of heads made before their pieces' tensors
     (`pieces_bytes`); without a gate the output's, for it is kept; the residual sum's. Gated DeltaNet, whose backward
     computes a depth's tensors again: nine as wide as the values (what its chunks are condensed to, and gradients), and
@@ -134,8 +137,9 @@ def mixer_gradient_bytes(geometry: Geometry, layer_type: str, shape: Shape, item
         size = int(geometry.text["head_dim"])
         heads, positions = (geometry.query_width // size, geometry.key_width // size), shape.positions
         given = (heads, size, positions, shape.piece, shape.segments == 1, itemsize)
-        groups = head_groups(*given)
-        width = (geometry.query_width + 2 * geometry.key_width) * (groups > 1)
+        groups = 1 if joined else head_groups(*given)
+        width = (geometry.query_width + 2 * geometry.key_width) * (groups > 1 or joined)
+        width += geometry.query_width * joined
         width += geometry.query_width * (not geometry.gated)
         return pieces_bytes(*given) // groups + positions * width * itemsize
     states = 2 * shape.level_chunks * geometry.state_elements
@@ -180,7 +184,7 @@ class LayerBytes:
                     gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
                 gradient += sum(_adapter_bytes(config, geometry, layer, tile))
                 block = 2 * one
-        mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize)
+        mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize, config.model.attention == "joined")
         if kind != "full_attention" and in_plain_torch(config):
             mixer -= mixer_bytes(geometry, kind, shape, itemsize) - 2 * one
             recurrence, mixer_gradient = reference_bytes(geometry, shape)
@@ -207,7 +211,7 @@ def fuses(config: Config) -> bool:
     """Is a gated activation one kernel, Liger's, on the device that the run is made for?"""
     asked = config.model.elementwise
     installed = importlib.util.find_spec("liger_kernel") is not None
-    return asked == "liger" or (asked == "auto" and config.slurm.gpus_per_node > 0 and installed)
+    return asked in ("liger", "fused") or (asked == "auto" and config.slurm.gpus_per_node > 0 and installed)
 
 
 def in_plain_torch(config: Config) -> bool:

@@ -13,6 +13,7 @@ does not wait for the device, has no graph of autograd that began outside, and c
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,13 +70,28 @@ class CudaRecorder:
 
     def _record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), nothing_remembered():
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 run()
             finally:
                 graph.capture_end()
         return graph
+
+
+@contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """FLA keeps the tables of the last few packs, and lets them go: a recording makes its own, in its own memory."""
+    utils: Any = sys.modules.get("fla.utils")
+    if utils is None:
+        yield
+        return
+    before = utils.FLA_DISABLE_TENSOR_CACHE
+    utils.FLA_DISABLE_TENSOR_CACHE = True
+    try:
+        yield
+    finally:
+        utils.FLA_DISABLE_TENSOR_CACHE = before
 
 
 Key = tuple[Kind, int, bool | None]

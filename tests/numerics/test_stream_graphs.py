@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,3 +262,23 @@ def test_waiting_for_the_device_cannot_be_recorded() -> None:
     """The stand-in would say so."""
     with pytest.raises(RuntimeError, match="would wait for each other"):
         tape.Recorder().record(lambda: print(torch.ones(3).sum().item()))
+
+
+def test_a_recording_takes_no_table_that_fla_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What FLA remembers goes with the packs after it: a recording would read memory that is somebody else's."""
+    utils = SimpleNamespace(FLA_DISABLE_TENSOR_CACHE=False)
+    monkeypatch.setitem(sys.modules, "fla.utils", utils)  # type: ignore[arg-type]
+    seen = []
+
+    def broken_off() -> None:
+        with graphs.nothing_remembered():
+            seen.append(utils.FLA_DISABLE_TENSOR_CACHE)
+            raise RuntimeError("broken off")
+
+    with pytest.raises(RuntimeError, match="broken off"):
+        broken_off()
+    assert seen == [True]
+    assert not utils.FLA_DISABLE_TENSOR_CACHE
+    monkeypatch.delitem(sys.modules, "fla.utils")
+    with graphs.nothing_remembered():
+        assert "fla.utils" not in sys.modules

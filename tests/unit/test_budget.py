@@ -41,6 +41,7 @@ from prefix_train.layer_bytes import (
     LayerBytes,
     adapter_input_bytes,
     feed_forward_bytes,
+    fuses,
     mixer_bytes,
     mixer_gradient_bytes,
     state_bytes,
@@ -349,10 +350,25 @@ def test_training_all_parameters_shards_their_masters() -> None:
 def test_one_rank_gathers_nothing_and_logits_follow_the_rows() -> None:
     budget = predict(config(cluster="debug"), PACK)
     assert bytes_of(budget, "gathered weights") == 0
-    assert bytes_of(budget, "logits of a chunk") == 4_096 * 248_320 * 2
-    assert bytes_of(predict(config(), replace(PACK, rows=100)), "logits of a chunk") == 100 * 248_320 * 2
-    in_tiles = config(train=TrainConfig(loss_chunk_words=8_192))
+    on_cpu, on_gpu = (config(slurm=SlurmConfig(gpus_per_node=gpus), train=TrainConfig(updates=1)) for gpus in (0, 1))
+    assert bytes_of(predict(on_cpu, PACK), "logits of a chunk") == 4_096 * 248_320 * 8
+    assert bytes_of(predict(on_gpu, PACK), "logits of a chunk") == 4_096 * 248_320 * 2
+    assert bytes_of(predict(on_gpu, replace(PACK, rows=100)), "logits of a chunk") == 100 * 248_320 * 2
+    streamed = replace(on_gpu, engine="stream")
+    assert bytes_of(predict(streamed, PACK), "logits of a chunk") == 4_096 * 248_320 * 8
+    in_tiles = replace(on_gpu, train=TrainConfig(loss_chunk_words=8_192))
     assert bytes_of(predict(in_tiles, PACK), "logits of a chunk") == 4_096 * 8_192 * 8
+
+
+def test_attention_that_is_joined_has_all_pieces_gradients_at_once() -> None:
+    plain = replace(config(), model=replace(config().model, attention="merged"))
+    geometry = predict(plain, PACK).geometry
+    merged, joined = (mixer_gradient_bytes(geometry, "full_attention", PACK, joined=one) for one in (False, True))
+    assert joined >= merged + PACK.positions * geometry.query_width * 2
+
+
+def test_what_liger_fuses_is_fused_by_ours_too() -> None:
+    assert fuses(replace(config(), model=replace(config().model, elementwise="fused")))
 
 
 def test_without_a_plan_the_budget_is_that_of_the_longest_example() -> None:

@@ -11,7 +11,7 @@ from configs.errors import UserError
 from configs.schema import ModelConfig
 from prefix_train.exports.merge import Merging
 from prefix_train.exports.run import check_export, export_run
-from prefix_train.stream import sources
+from prefix_train.stream import origin
 from tests import exported
 
 
@@ -52,7 +52,7 @@ def test_weights_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest
     def broken(files: object) -> str:
         raise OSError(5, os.strerror(5), "source/model.safetensors")
 
-    monkeypatch.setattr(sources, "fingerprint", broken)
+    monkeypatch.setattr(origin, "fingerprint", broken)
     refused(run, Merging(), "could not be read: .*Input/output error: 'source/model.safetensors'")
 
 
