@@ -17,7 +17,6 @@ from tests.chats import picture, text
 from tests.numerics import test_packs_against_oracle as product
 from tests.numerics.test_packs_against_oracle import IN_FLOAT64, MIN_SHARED, PackConfig
 
-
 ANSWERS = (("a bakery", "bread is sold", "a bakery"), ("mill lane",), ("nobody", "residents only", "no one", "7"))
 """For each item; one target stands there twice, which is to weigh twice."""
 
