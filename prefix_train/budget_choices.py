@@ -13,6 +13,9 @@ from prefix_train.budget import GIB, Budget, Shape, amount, predict, unit_of
 RESERVE = 4 * GIB
 """Of a GPU, kept free for what no term covers: the CUDA context, NCCL's and cuBLAS's buffers, fragmentation."""
 
+RESERVE_OF_RANK = GIB // 2
+"""Of a rank's part of a machine without a GPU: so much a process takes once torch and transformers are imported."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -28,12 +31,14 @@ class Choice:
 @dataclass(frozen=True)
 class Room:
     """What there is for a pack. gpu: bytes of a GPU, or of each rank's part of a machine without one. host: bytes that
-    a node can pin; none: not limited. each: what has `gpu`. said: how much that is and what says so."""
+    a node can pin; none: not limited. each: what has `gpu`. said: how much that is and what says so. reserve: bytes of
+    `gpu` that are kept free."""
 
     gpu: int
     host: int | None
     each: Literal["GPU", "rank"]
     said: str
+    reserve: int = RESERVE
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,16 @@ def _with(config: Config, section: str, **changes: Any) -> Config:
     return replace(config, **{section: replace(getattr(config, section), **changes)})
 
 
-def largest_pack(config: Config, shape: Shape, gpu_bytes: int, host_bytes: int | None = None) -> int:
-    """Most positions of a pack in the proportions of `shape` that fit a GPU of `gpu_bytes`, less RESERVE, and a node
+def largest_pack(
+    config: Config, shape: Shape, gpu_bytes: int, host_bytes: int | None = None, reserve: int = RESERVE
+) -> int:
+    """Most positions of a pack in the proportions of `shape` that fit a GPU of `gpu_bytes`, less `reserve`, and a node
     that can pin `host_bytes`; 0 where none does. In whole thousands above 10,000."""
 
     def fits(positions: int) -> bool:
         grown = _with(config, "pack", max_positions=positions)
         found = predict(grown, scaled(shape, positions))
-        within = found.total("gpu") <= gpu_bytes - RESERVE
+        within = found.total("gpu") <= gpu_bytes - reserve
         return within and (host_bytes is None or found.total("host") <= host_bytes)
 
     low, high = 0, 1
@@ -135,14 +142,14 @@ def judge(config: Config, found: Budget, listed: Sequence[Choice], room: Room) -
     """Whether the pack of `found` fits, the largest that does, and what would help where it does not."""
 
     def fits(more_gpu: int = 0, more_host: int = 0) -> bool:
-        within = found.total("gpu") + more_gpu <= room.gpu - RESERVE
+        within = found.total("gpu") + more_gpu <= room.gpu - room.reserve
         return within and (room.host is None or found.total("host") + more_host <= room.host)
 
-    largest = largest_pack(config, found.shape, room.gpu, room.host)
+    largest = largest_pack(config, found.shape, room.gpu, room.host, room.reserve)
     if fits():
         return Verdict(True, largest, None, ())
     helping = tuple(choice.change for choice in listed if fits(choice.gpu_bytes, choice.host_bytes))
-    return Verdict(False, largest, found.total("gpu") + RESERVE, helping)
+    return Verdict(False, largest, found.total("gpu") + room.reserve, helping)
 
 
 def summary(listed: Sequence[Choice], room: Room, verdict: Verdict) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def summary(listed: Sequence[Choice], room: Room, verdict: Verdict) -> dict[str,
     return {
         "choices": [asdict(choice) for choice in listed],
         "gpu_bytes_there": room.gpu,
-        "gpu_bytes_kept_free": RESERVE,
+        "gpu_bytes_kept_free": room.reserve,
         "fits": verdict.fits,
         "largest_pack": verdict.largest or None,
         "would_fit": None if verdict.fits else {"gpu_bytes": verdict.needs, "changes": list(verdict.changes)},
@@ -171,7 +178,7 @@ def describe(listed: Sequence[Choice], found: Budget, room: Room, verdict: Verdi
 
 def _told(found: Budget, room: Room, verdict: Verdict, longest: int | None) -> list[str]:
     """Whether it fits and what would, a line each."""
-    needed = f"{amount(found.total('gpu'))} needed and {amount(RESERVE)} kept free"
+    needed = f"{amount(found.total('gpu'))} needed and {amount(room.reserve)} kept free"
     pinned = "" if room.host is None else f", {amount(found.total('host'))} pinned of {room.host / 1e9:g} GB"
     lines = [f"{'fits' if verdict.fits else 'DOES NOT FIT'}: {needed} of {room.said}{pinned}"]
     if not verdict.largest:

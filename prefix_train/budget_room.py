@@ -8,7 +8,7 @@ import subprocess
 
 from configs.schema import Config
 from configs.wording import counted
-from prefix_train.budget_choices import Room
+from prefix_train.budget_choices import RESERVE_OF_RANK, Room
 
 SMI = "nvidia-smi"
 DEADLINE_S = 20.0
@@ -27,7 +27,7 @@ def find(config: Config, gpu_gb: float | None, host_gb: float | None) -> Room:
         ranks = 1 if config.cluster == "debug" else config.slurm.tasks_per_node
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         said = f"{there / ranks / 1e9:.4g} GB (this machine's memory for {counted(ranks, 'rank')}; --gpu-gb: a GPU's)"
-        return Room(there // ranks, host, "rank", said)
+        return Room(there // ranks, host, "rank", said, RESERVE_OF_RANK)
     if there := smallest_gpu():
         return Room(there, host, "GPU", f"a GPU of {there / 1e9:.4g} GB (this machine's; --gpu-gb: another)")
     return Room(ASSUMED, host, "GPU", f"a GPU of {ASSUMED / 1e9:g} GB (assumed, none is here; --gpu-gb: another)")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from configs.errors import UserError
-from configs.schema import Config, SlurmConfig
-from prefix_train import budget_room, cli
-from prefix_train.budget import UNPLANNED
+from configs.schema import Config, ModelConfig, SlurmConfig
+from prefix_train import budget_choices, budget_room, cli
+from prefix_train.budget import GIB, UNPLANNED, predict
 from tests import chats
 from tests.chats import row
 from tests.tiny_vision import BUILD
@@ -64,6 +64,23 @@ def test_ranks_on_a_cpu_have_equal_parts_of_the_machine(tmp_path: Path, monkeypa
     assert room.each == "rank"
     assert "this machine's memory for 4 ranks" in room.said
     assert "for 1 rank;" in budget_room.find(replace(config, cluster="debug"), None, None).said
+
+
+def test_a_small_machine_holds_small_ranks_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA takes is kept free of a GPU alone: four such parts would be all of these 16 GB."""
+    pages = 16 * 10**9 // os.sysconf("SC_PAGE_SIZE")
+    there = {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": os.sysconf("SC_PAGE_SIZE")}
+    monkeypatch.setattr(os, "sysconf", there.__getitem__)
+    config = Config(model=ModelConfig(build=BUILD), slurm=SlurmConfig(tasks_per_node=4))
+    found, room = predict(config), budget_room.find(config, None, None)
+    assert found.total("gpu") < GIB
+    verdict = budget_choices.judge(config, found, [], room)
+    assert verdict.fits
+    assert verdict.largest > config.pack.max_positions
+    *_, fits, _ = budget_choices.describe([], found, room, verdict).splitlines()
+    assert fits.endswith(" needed and 512 MiB kept free of 4 GB (this machine's memory for 4 ranks; --gpu-gb: a GPU's)")
+    assert budget_choices.summary([], room, verdict)["gpu_bytes_kept_free"] == GIB // 2
+    assert budget_room.find(config, 80, None).reserve == budget_room.find(ON_GPUS, None, None).reserve == 4 * GIB
 
 
 def budget(capsys: pytest.CaptureFixture[str], config: Path, *changes: str) -> tuple[str, dict[str, Any]]:
