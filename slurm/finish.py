@@ -53,6 +53,8 @@ HUNG = 79
 FAILED = 1
 ENDED_WELL = (0, runfolder.STOPPED)
 """Exit statuses of ranks that did what they were asked: finish, or save and stop."""
+AGAIN = "; begins again "
+"""In a job's last line, before why another life follows."""
 
 WORD_S = 5.0
 """How long the word of a rank that was killed may take: its node's watcher writes it."""
@@ -169,18 +171,19 @@ def decide(run: Path, config: Config, ended: Outcome) -> tuple[Outcome, Life | N
     life.write(run, mine, decision.why)
     line = ended.line.partition("; to go on")[0]
     if decision.again:
-        return ended._replace(line=f"{line}; begins again {decision.why}"), mine
+        return ended._replace(line=f"{line}{AGAIN}{decision.why}"), mine
     if ended.cause in policy.WHY_STOP and not (ended.cause == "gate" and exclude_unfit):
         return ended, None
     return ended._replace(line=f"{line}; not again: {decision.why}; {resume(run)}"), None
 
 
-def begin_again(run: Path, mine: Life) -> None:
-    """Have Slurm begin the job anew; what it answers if it does not is printed, with the way to go on by hand."""
+def begin_again(run: Path, mine: Life) -> str | None:
+    """Have Slurm begin the job anew; what it answers if it does not, with the way to go on by hand."""
     try:
         scheduler.requeue(mine.job, life.without(run, life.read(run)))
     except NoAnswer as silence:
-        print(f"could not begin again: {silence}; {resume(run)}", file=sys.stderr, flush=True)
+        return f"could not begin again: {silence}; {resume(run)}"
+    return None
 
 
 def interrupted(run: Path, ended: Outcome, number: int) -> Outcome:
@@ -319,8 +322,9 @@ def main(
         ended, again = Outcome(FAILED, f"failed: {error}"), None
     ending.write(run, ended.status, ended.cause, ended.line)
     print(ended.line, file=sys.stdout if ended.status == 0 else sys.stderr, flush=True)
-    if again is not None:
-        begin_again(run, again)
+    if again is not None and (refused := begin_again(run, again)):
+        print(refused, file=sys.stderr, flush=True)
+        ending.write(run, ended.status, ended.cause, f"{ended.line.partition(AGAIN)[0]}; {refused}")
     return ended.status
 
 

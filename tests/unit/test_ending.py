@@ -12,7 +12,7 @@ from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig
 from prefix_train import heartbeat
-from slurm import causes, diagnose, ending, finish, life, live, local, standing, status
+from slurm import causes, diagnose, ending, finish, life, live, local, policy, scheduler, standing, status
 from slurm.finish import Outcome
 
 GATE = "FAIL node3: fail: host.memory: 0.3 GiB are free -> free some (and 1 more)"
@@ -190,6 +190,31 @@ def test_a_local_job_leaves_its_last_line(run: Path, monkeypatch: pytest.MonkeyP
     assert json.loads((run / runfolder.END).read_text()) == {
         "attempt": 1, "status": 78, "cause": "gate", "line": "failed: preflight: x"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_job_that_could_not_begin_again_says_so_later_too(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: bool
+) -> None:
+    def requeue(*_: object) -> None:
+        if refused:
+            raise scheduler.NoAnswer("scontrol: Job is on hold")
+
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(scheduler, "outlive_requeue", lambda: None)
+    monkeypatch.setattr(scheduler, "requeue", requeue)
+    life.write(run, policy.Life(1, "17", ("node1",)))
+    monkeypatch.setattr(finish, "conclude", lambda *_: Outcome(134, "failed: rank 0 was ended", "network"))
+    assert finish.main(run, "0") == 134
+    printed = capsys.readouterr().err
+    bad = ending.bad(run, 1)
+    assert bad is not None
+    assert (bad.status, bad.cause) == (134, "network")
+    assert bad.line.startswith("failed: rank 0 was ended; ")
+    assert "; begins again " in printed
+    assert ("; begins again " in bad.line) is not refused
+    told = "could not begin again: scontrol: Job is on hold; to go on: python -m slurm.submit "
+    assert (f"; {told}" in bad.line) is (told in printed) is refused
 
 
 def test_a_slurm_job_leaves_its_last_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
