@@ -72,23 +72,30 @@ class Store:
         return torch.from_file(str(self.path(block)), shared=False, size=block.nbytes, dtype=torch.uint8)
 
     def read_into(self, block: BlockFile, out: Tensor, offset: int = 0) -> None:
-        """Fill `out`, uint8 and contiguous on the CPU, with the file's bytes from `offset` on. UserError if it ends."""
+        """Fill `out`, uint8 and contiguous on the CPU, with the file's bytes from `offset` on.
+
+        Raises UserError if the file ends before, or cannot be read.
+        """
         view, done = out.numpy().data, 0
-        file = os.open(self.path(block), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            while done < len(view):
-                got = os.preadv(file, [view[done:]], offset + done)
-                if not got:
-                    raise self._damage(block, offset + done, f"{block.nbytes:,} bytes", f"{offset + done:,}: cut off")
-                done += got
-        finally:
-            os.close(file)
+            with self.path(block).open("rb", buffering=0) as file:
+                while done < len(view):
+                    got = os.preadv(file.fileno(), [view[done:]], offset + done)
+                    if not got:
+                        cut = f"{offset + done:,}: cut off"
+                        raise self._damage(block, offset + done, f"{block.nbytes:,} bytes", cut)
+                    done += got
+        except OSError as error:
+            raise self._unreadable(block, offset + done, error) from error
 
     def check_file(self, block: BlockFile) -> None:
         """Raise UserError unless the block's file is there, as long as it should be, and this store's by its header."""
         self._check_size(block)
-        with self.path(block).open("rb") as file:
-            head = file.read(HEADER)
+        try:
+            with self.path(block).open("rb") as file:
+                head = file.read(HEADER)
+        except OSError as error:
+            raise self._unreadable(block, 0, error) from error
         if head[: len(MAGIC)] != MAGIC:
             raise self._damage(block, 0, f"{MAGIC!r}", f"{head[: len(MAGIC)]!r}: not a store's file")
         found = head[len(MAGIC) : len(MAGIC) + 32].hex()
@@ -136,6 +143,9 @@ class Store:
         if size != block.nbytes:
             where = min(size, block.nbytes)
             raise self._damage(block, where, f"{block.nbytes:,} bytes", f"{size:,}")
+
+    def _unreadable(self, block: BlockFile, offset: int, error: OSError) -> UserError:
+        return self._damage(block, offset, "readable bytes", str(error.strerror))
 
     def _damage(self, block: BlockFile, offset: int, expected: str, found: str, what: str = "") -> UserError:
         where = f"{block.name}: {self.path(block)}, offset {offset:,}{', ' if what else ''}{what}"

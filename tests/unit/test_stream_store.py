@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.errors import UserError
-from prefix_train.stream import build, manifest, nf4, places
+from prefix_train.stream import build, manifest, nf4, places, whole
 from prefix_train.stream.manifest import HEADER, BlockFile, Stored
 from prefix_train.stream.sources import Source
 from prefix_train.stream.store import Store, unpack
@@ -234,6 +236,36 @@ def test_reads_that_return_less_than_asked_for_go_on(store: Store, monkeypatch: 
 def test_a_missing_file_is_named(store: Store) -> None:
     store.path(store.by_name["block.1"]).unlink()
     refused(store.folder, "block.1: ", "block.1.bin, offset 0", "No such file")
+
+
+def test_what_the_disk_or_its_rights_refuse_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = store.by_name["block.1"]
+    part = next(part for _, _, part in block.parts)
+    opened, preadv = Path.open, os.preadv
+
+    def closed(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path == store.path(block):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *arguments, **more)
+
+    def broken(file: int, views: list[memoryview], offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{file}") == str(store.path(block)) and offset >= part.offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(file, views, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", closed)
+        words = ("block.1: ", "block.1.bin, offset 0: expected readable bytes, found Permission denied; ")
+        refused(store.folder, *words)
+        with pytest.raises(UserError, match="Permission denied"):
+            store.read_into(block, torch.empty(64, dtype=torch.uint8))
+    monkeypatch.setattr(os, "preadv", broken)
+    words = ("block.1: ", f"block.1.bin, offset {part.offset:,}: expected readable bytes, found Input/output error; ")
+    refused(store.folder, *words, check="hash")
+    check = whole.Check(store)
+    with pytest.raises(UserError, match="expected readable bytes, found Input/output error"):
+        check.wait()
+    check.close()
 
 
 @pytest.mark.parametrize("change", [-1, 1, -5000])
