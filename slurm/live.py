@@ -17,7 +17,7 @@ PROGRESS = re.compile(r"update \d+/(\d+)  ")
 """How rank 0 reports progress in its log, where there is no terminal."""
 
 MISTAKE = "error: "
-"""How a rank's log tells a user's mistake, which is the job's last line too."""
+"""How a rank's log tells a user's mistake, which may be the job's last line too."""
 
 
 class Follower:
@@ -48,6 +48,7 @@ class Live:
         self._log = Follower(run / runfolder.LOGS / "rank0.log")
         self._metrics = Follower(run / runfolder.METRICS)
         self._stream = stream
+        self._held: list[str] = []
         self._bar: Progress | None = None
         if stream.isatty():
             columns = (TextColumn("update"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[text]}"))
@@ -55,9 +56,10 @@ class Live:
             self._task = self._bar.add_task("train", total=updates, text="")
 
     def show(self, *, rest: bool = False) -> None:
-        """Show what has come since the last call; with `rest` to the very end."""
+        """Show what has come since the last call, without mistakes: see `show_held`; with `rest` to the very end."""
         for line in self._log.lines(rest=rest):
             if line.startswith(MISTAKE):
+                self._held.append(line)
                 continue
             progress = PROGRESS.match(line)
             if self._bar is None:
@@ -73,6 +75,12 @@ class Live:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
+
+    def show_held(self, last: str) -> None:
+        """Show the mistakes that the log told, but for `last`: the job says that itself."""
+        for line in self._held:
+            if line != last:
+                print(line, file=self._stream, flush=True)
 
     def _move(self, bar: Progress) -> None:
         updates = [line for line in map(json.loads, self._metrics.lines()) if "logical_tokens_per_s" in line]

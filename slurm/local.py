@@ -105,7 +105,9 @@ def _train_in_ranks(config: Config, run: Path) -> Outcome:
     finally:
         live.close()
         _end(controller, watcher)
-    return finish.interrupted(run, finish.conclude(run, 0), asked.number)
+    ended = finish.interrupted(run, finish.conclude(run, 0), asked.number)
+    live.show_held(ended.line)
+    return ended
 
 
 class Asked:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,13 +177,35 @@ def test_an_exit_with_status_two_and_an_exception_are_no_mistakes(run: Path) -> 
         assert finish.conclude(run, 0).line.startswith("failed: rank 0 on ")
 
 
-def test_the_line_of_a_mistake_is_shown_once(run: Path) -> None:
-    """The rank's log has it, and the job says it last."""
+def test_the_line_of_a_mistake_is_shown_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank's log has it, and the job says it last; another line that begins like one is shown."""
+
+    class Ranks:
+        """Of submitit: they have left their log, and ended."""
+
+        _process = subprocess.Popen(["true"])
+
+        def __init__(self, *_: object) -> None: ...
+
+        def update_parameters(self, **_: object) -> None: ...
+
+        def submit(self, *_: object) -> Ranks:
+            self._process.wait()
+            log = f"begins: 3 updates\nerror: of a library\nupdate 1/3  loss 1.0\nerror: {CHANGED}\n"
+            runfolder.write_text(run / "logs/rank0.log", log)
+            return self
+
+        def done(self) -> bool:
+            return True
+
     stream = StringIO()
-    shown = live.Live(run, 3, stream)
-    runfolder.write_text(run / "logs/rank0.log", f"begins: 3 updates\nerror: {CHANGED}\n")
-    shown.show(rest=True)
-    assert stream.getvalue() == "begins: 3 updates\n"
+    monkeypatch.setattr("submitit.LocalExecutor", Ranks)
+    monkeypatch.setattr(local, "Asked", lambda _: SimpleNamespace(number=0))
+    monkeypatch.setattr(local.acts, "command", lambda *_: ("true",))
+    monkeypatch.setattr(local, "Live", lambda *given: live.Live(*given, stream))
+    mistake(run)
+    assert local._train_in_ranks(compose.from_run(run), run).line == f"error: {CHANGED}"
+    assert stream.getvalue() == "begins: 3 updates\nupdate 1/3  loss 1.0\nerror: of a library\n"
 
 
 def test_a_local_job_leaves_its_last_line(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
