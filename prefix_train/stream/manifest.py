@@ -15,9 +15,10 @@ import msgspec
 import torch
 
 from configs.errors import UserError
+from prefix_train.stream import origin
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = origin.FORMAT
 ALIGNMENT = 64
 """Every part begins at a multiple of this many bytes, and every file is that long: vectorised kernels need it."""
 

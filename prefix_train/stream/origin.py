@@ -16,6 +16,12 @@ from prefix_train.geometry import Geometry, read_config
 
 MANIFEST = "manifest.json"
 
+FORMAT = 1
+"""Of the manifest, and of the files that it names."""
+
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What reading a damaged or foreign manifest, and the sizes of the model in it, may raise."""
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 SAMPLES, SAMPLE = 64, 4096
@@ -34,16 +40,22 @@ def require(config: Config) -> None:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
+        if (written := manifest["format"]) != FORMAT:
+            raise UserError(f"format {written!r}, and {FORMAT} is expected")
         sizes = {f"{block['name']}.bin": int(block["nbytes"]) for block in manifest["blocks"]}
-        made_of, source, dtype = dict(manifest["config"]), dict(manifest["source"]), str(manifest["dtype"])
-        source["kind"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        source, dtype = dict(manifest["source"]), str(manifest["dtype"])
+        theirs = _sizes(Geometry.of(dict(manifest["config"])))
+        if not isinstance(source["kind"], str):
+            raise UserError(f"source.kind is {source['kind']!r}: text is expected")
+    except UserError as error:
+        raise UserError(f"{path}: {error}; build the store again") from error
+    except UNREADABLE as error:
         raise UserError(f"{path} cannot be read as a store's manifest: {error!r}; build the store again") from error
     if dtype != config.model.dtype:
         raise UserError(
             f"{folder} is read in {dtype}: set model.dtype={dtype}, or build a store for {config.model.dtype}"
         )
-    ours, theirs = _sizes(Geometry.of(read_config(config.model))), _sizes(Geometry.of(made_of))
+    ours = _sizes(Geometry.of(read_config(config.model)))
     if differ := [name for name in ours if ours[name] != theirs[name]]:
         raise UserError(f"{folder} was made of another model: {', '.join(differ)} differ from those of the run's model")
     if has_weights(config.model):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,27 @@ def test_a_store_that_is_cut_off_or_lacks_a_file_is_said_at_once(
     assert f"block.1.bin has {size - 64:,} bytes, {size:,} are expected" in line
     (damaged / "block.1.bin").unlink()
     assert "block.1.bin is not there" in refused(yaml, capsys, f"stream.store={damaged}", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"format": 2}, "format 2, and 1 is expected"),
+        ({"source": {"kind": ["build"]}}, "source.kind is ['build']"),
+        ({"config": {"model_type": "llama", "num_attention_heads": 0}}, "ZeroDivisionError"),
+        ({"config": {"model_type": "qwen3_5", "text_config": ["x"]}}, "AttributeError"),
+        ({"config": BUILD | {"num_hidden_layers": "two"}}, "num_hidden_layers is 'two'"),
+    ],
+)
+def test_a_manifest_that_says_what_cannot_be_is_named(
+    yaml: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], named: str
+) -> None:
+    path = shutil.copytree(store, tmp_path / "damaged") / origin.MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    line = refused(yaml, capsys, f"stream.store={path.parent}", "--dry-run")
+    assert f"{path}" in line
+    assert named in line
+    assert line.endswith("; build the store again")
 
 
 def test_what_can_run_is_not_refused_and_its_store_stands_in_the_configuration_by_its_whole_path(
