@@ -30,7 +30,7 @@ class ModelConfig:
     """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only), and with these four
     ways to its convolution: over a buffer in which each segment follows a copy of what it reads before it; of each
     segment by itself (`fla_segments`); of the whole forest by a kernel of our own, without any copies, for widths up to
-    4 (`fla_forest`, not measured yet); or by causal-conv1d (`fla_cuda`)."""
+    4 (`fla_forest`); or by causal-conv1d (`fla_cuda`). `tests/bench/LOG.md` has what was measured."""
     elementwise: Literal["auto", "torch", "liger", "fused"] = "auto"
     """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only); `auto`: Liger's where
     it is installed. `fused`: Liger's, and one kernel each for a residual sum and its norm, for a norm's gradient and

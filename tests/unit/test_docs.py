@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import shutil
@@ -15,6 +16,7 @@ from typing import get_args
 import pytest
 
 from configs import compose, rules, runfolder
+from configs.schema import ModelConfig
 from docs import reference
 from slurm import finding, policy
 from tests import documents, documents_code
@@ -116,6 +118,22 @@ def test_the_reference_has_every_option_with_its_meaning() -> None:
     )
     assert rules.AT_LEAST["stream.slots"] == 2
     assert "| `stream.slots`{ #stream.slots } | whole number, 2 or more, 4 or less | `3` | " in page
+
+
+def test_what_the_log_has_measured_of_a_model_s_kernels_is_not_said_to_be_unmeasured() -> None:
+    rows = "\n".join(line for line in (ROOT / "tests/bench/LOG.md").read_text().splitlines() if line.startswith("|"))
+    changes = (ROOT / "CHANGELOG.md").read_text().split("\n- ")
+    told = [
+        *(change for change in changes if change.startswith("`model.")),
+        *inspect.getsource(ModelConfig).split('"""'),
+    ]
+    unmeasured = [text for text in told if re.search(r"not measured yet|before it has been\s+measured", text, re.I)]
+    for text in unmeasured:
+        for name, value in re.findall(r"`(?:model\.)?(?:(\w+)(?:=|: ))?(\w+)`", text):
+            assert f"`{value}`" not in rows
+            assert f"`{name}={value}`" not in rows
+    assert "`fla_forest`" in rows
+    assert "`heads=fused`" in rows
 
 
 def test_an_option_without_a_meaning_is_an_error() -> None:
