@@ -39,9 +39,10 @@ lint: $(READY)
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not slow and not gpu'
 
-# One after the other: kill points, measurements, and for 40 minutes every fault that a job on the cluster must survive.
+# Kill points and whole trainings; then, one after the other, every fault that a job on the cluster must survive: 40 minutes.
 test-all: test
-	$(BIN)/pytest -m 'slow and not gpu'
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'slow and not gpu and not cluster'
+	$(BIN)/pytest -m 'slow and cluster and not gpu'
 
 # All jobs on the test cluster, those of `make test` included.
 test-cluster: $(READY)

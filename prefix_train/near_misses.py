@@ -82,8 +82,11 @@ class Place:
         """Fork and ways with all placeholders of images."""
         return self._unfolded(self.fork), [self._unfolded(way) for way in self.ways]
 
-    def leads_to(self, other: Place) -> bool:
-        """Whether `other`, found later, is at the same fork, or has a way through what merging makes of this one."""
+    def leads_to(self, other: Place, beyond: bool = False) -> bool:
+        """Whether `other`, found later, is at the same fork, or has a way through what merging makes of this one.
+
+        beyond: or whether it has a way that ends within that, so that what merging it moves may come through it.
+        """
         if not _leads_through(other.path, self.path):
             return False
         behind, through = _keys(other.path, self.path), self.ways[0]
@@ -93,7 +96,8 @@ class Place:
         if not np.array_equal(through[:begun], behind[:begun]):
             return False
         rest = through[begun:]
-        return not len(rest) or any(np.array_equal(way[: len(rest)], rest) for way in other.ways)
+        ends = [min(len(way), len(rest)) if beyond else len(rest) for way in other.ways]
+        return any(np.array_equal(way[:end], rest[:end]) for way, end in zip(other.ways, ends, strict=True))
 
     def _unfolded(self, keys: Ints) -> Ints:
         return np.repeat(keys, [1 + self.more.get(key, 0) for key in keys.tolist()]) if self.more else keys
@@ -165,7 +169,7 @@ def _needed(place: Place, others: Sequence[Place]) -> tuple[Place, ...]:
     """Those of `others` that have to be merged before there is `place`, in order."""
     needed = {place}
     for other in sorted(others, key=lambda one: -one.number):
-        if any(other.number < one.number and other.leads_to(one) for one in needed):
+        if any(other.number < one.number and other.leads_to(one, beyond=one is not place) for one in needed):
             needed.add(other)
     return tuple(sorted(needed - {place}, key=lambda one: one.number))
 

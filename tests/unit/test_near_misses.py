@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs import compose, runfolder
@@ -182,6 +182,7 @@ def planned_positions(trie: Trie) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple), min_size=2, max_size=12))
+@example([(1, 1, 0, 1, 1, 0, 0), (1, 0, 0, 1, 2), (0, 2, 2, 1, 2, 0, 0)])
 def test_what_a_plan_saves_is_the_difference_of_two_plans(sequences: list[tuple[int, ...]]) -> None:
     """Of the examples, and of the examples with equal texts, both read and planned anew."""
     trie = trie_of(sequences)
