@@ -39,7 +39,9 @@ def bench_pack_command(
     geometry: Annotated[str, typer.Option(help="Name in configs/geometries, or a YAML file.")] = "qwen3.6-27b",
     prefix: Annotated[int, typer.Option(min=1, help="Tokens of the shared prefix.")] = 64_000,
     continuations: Annotated[str, typer.Option(help="Examples that branch off it: COUNTxTOKENS.")] = "80x1000",
-    rows: Annotated[list[str] | None, typer.Option("--row", help="packed, standalone, flex (repeat); all.")] = None,
+    rows: Annotated[
+        list[str] | None, typer.Option("--row", help="packed, standalone, flex, gate (repeat); all.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the geometry has.")] = None,
     warm: Annotated[int, typer.Option(min=1, help="Updates after the first that are timed.")] = 2,
     alone: Annotated[int, typer.Option(min=1, help="Examples in an update of the standalone row.")] = 4,
@@ -51,8 +53,8 @@ def bench_pack_command(
     """One real update of a large geometry on one GPU, packed and alone; no figure unless the gate has passed."""
     from prefix_train import bench_pack, bench_rows
 
-    if unknown := set(rows or ()) - set(bench_pack.ROWS):
-        raise UserError(f"--row {min(unknown)}: rows are {', '.join(bench_pack.ROWS)}")
+    if unknown := set(rows or ()) - set(bench_pack.CHOICES):
+        raise UserError(f"--row {min(unknown)}: rows are {', '.join(bench_pack.CHOICES)}")
     count, length = bench_pack.continuations(continuations)
     case = bench_pack.Case(
         geometry,

@@ -29,6 +29,9 @@ ROWS = ("packed", "standalone", "flex")
 """`packed`: the pack with the configuration's kernels. `standalone`: its first examples, each alone, with the same.
 `flex`: the pack with FlexAttention."""
 
+CHOICES = (*ROWS, GATE)
+"""The gate alone is for rows that run side by side, each with a copy of its file."""
+
 CPU_PARAMETERS = 100_000_000
 """Most parameters of a model that is measured without a GPU."""
 
@@ -81,7 +84,7 @@ def continuations(text: str) -> tuple[int, int]:
 
 
 def bench(case: Case, rows: tuple[str, ...], out: Path) -> dict[str, Any]:
-    """Run the gate, then each of `rows`, and write to `out` whatever there is as soon as it is there.
+    """Run the gate, then each of `rows` besides, and write to `out` whatever there is as soon as it is there.
 
     Rows that `out` has already stay, the same row excepted; so does a gate that has passed for the same sources and
     kernels. A row that fails leaves its part and lets the next one run. Raises UserError where `out` holds something
@@ -97,7 +100,7 @@ def bench(case: Case, rows: tuple[str, ...], out: Path) -> dict[str, Any]:
     if not found[GATE]["passed"]:
         raise RuntimeError(f"no figure without the correctness gate: see {out}")
     failed = []
-    for row in rows:
+    for row in (row for row in rows if row != GATE):
         try:
             measured = _in_a_process(row, case, lambda part, row=row: _keep(out, found, row, part, True))  # type: ignore[misc]
         except RuntimeError as error:

@@ -86,7 +86,7 @@ def _compared(row: dict[str, Any]) -> list[Any]:
 
 def text(found: dict[str, Any]) -> str:
     """The figures for a person."""
-    lines = []
+    lines = ["the gate has passed"] if found[GATE].get("passed") else []
     for row in _whole(found["rows"]):
         case, memory = row["case"], row["memory"]
         lines.append(

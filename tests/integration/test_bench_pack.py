@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from configs.errors import UserError
-from prefix_train import attention, bench_gate, bench_pack
+from prefix_train import attention, bench_gate, bench_pack, bench_rows
 from prefix_train.bench_gate import gate
 from prefix_train.bench_measure import Watch, measure
 from prefix_train.bench_pack import Case, bench, continuations, geometry_file
@@ -95,6 +96,22 @@ def test_no_row_without_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(RuntimeError, match="no figure without the correctness gate"):
         bench(CASE, ("packed",), tmp_path / "out.json")
     assert asked == ["gate"]
+
+
+def test_a_copy_of_the_gate_alone_holds_for_rows_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def answer(row: str, case: Case, told: Any = None) -> dict[str, Any]:
+        asked.append(row)
+        return {"passed": True} if row == "gate" else {"case": {}, "median_s": 1.0, "model_tflops": 1.0}
+
+    monkeypatch.setattr(bench_pack, "_in_a_process", answer)
+    found = bench(CASE, ("gate",), tmp_path / "gate.json")
+    assert found["rows"] == []
+    assert bench_rows.text(found) == "the gate has passed"
+    shutil.copy(tmp_path / "gate.json", tmp_path / "pack.json")
+    assert len(bench(CASE, ("packed",), tmp_path / "pack.json")["rows"]) == 1
+    assert asked == ["gate", "packed"]
 
 
 def test_a_row_that_is_measured_again_replaces_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
