@@ -1,8 +1,8 @@
 """Makes an unmodified transformers model compute over a forest of segments, exactly.
 
 A patch is data: (object, attribute, replacement), set on instances, never on classes, so that another model of the same
-class is untouched and undoing restores the model to the byte. `families` names what is understood; everything else,
-and every argument that would make a pack differ from its examples alone, is refused by name.
+class is untouched and undoing restores the model to the byte. `families` names the models that are understood, `inputs`
+the arguments; everything else is refused by name.
 
 The layout is an argument of the model's forward. transformers passes it on as a keyword to each decoder layer and from
 there to each token mixer, so that a recomputed layer sees the layout that it was first computed with.
@@ -11,7 +11,6 @@ there to each token mixer, so that a recomputed layer sees the layout that it wa
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,50 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prefix_train import attention as attention_kernels
 from prefix_train import deltanet as deltanet_kernels
-from prefix_train import fused
+from prefix_train import fused, inputs
 from prefix_train import heads as heads_kernels
-from prefix_train.families import (
-    ROUTER_LOSS,
-    Family,
-    NotExact,
-    Parts,
-    find_parts,
-    refuse_inexact,
-    refuse_streaming,
-)
+from prefix_train.families import NotExact, Parts, find_parts, refuse_inexact, refuse_streaming
 from prefix_train.layout import Layout
 
 ATTENTION_NAME = "shared_prefix"
 """Name of tree attention among transformers' attention implementations. It has no mask function: no mask is built."""
-
-UNDERSTOOD = {
-    "deepstack_visual_embeds",
-    "image_grid_thw",
-    "input_ids",
-    "inputs_embeds",
-    "layout",
-    "logits_to_keep",
-    "mm_encoder_outputs",
-    "mm_token_type_ids",
-    "output_hidden_states",
-    "pixel_values",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-    "visual_pos_masks",
-}
-"""Arguments of a forward that keep a pack exact; any other is refused unless it is None or False."""
-
-REASONS = {
-    "attention_mask": "a pack has no padding, and what sees what follows from the layout",
-    "cache": "a pack is computed in one piece",
-    "past_key_values": "a pack is computed in one piece",
-    "labels": "they would be shifted over the segments' boundaries; compute the loss from the hidden states",
-    "output_router_logits": ROUTER_LOSS,
-    "output_attentions": "tree attention does not form the probabilities",
-    "is_causal": "what sees what follows from the layout",
-}
-"""Why an argument is refused, where the name alone does not say it."""
 
 
 class Patch:
@@ -257,7 +219,7 @@ def install(model: nn.Module, attention: str = "auto", deltanet: str = "auto", h
 def _entrance_forward(handle: Handle, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A model that holds the decoder: its own forward, for arguments that keep a pack exact."""
     family = handle.parts.family
-    given = _check_arguments(family, module, args, kwargs)
+    given = inputs.check(family, module, args, kwargs)
     if family.kind(module) != family.one_input or not {"input_ids", "inputs_embeds"} <= given.keys():
         return type(module).forward(module, *args, **kwargs)
     handle.ids = given["input_ids"]
@@ -276,57 +238,17 @@ def _placeholder_mask(handle: Handle, module: Any, input_ids: Tensor | None, *ar
 
 def _decoder_forward(handle: Handle, module: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """The decoder: its own forward, where afterwards the layout must have reached every mixer."""
-    given = _check_arguments(handle.parts.family, module, args, kwargs)
+    given = inputs.check(handle.parts.family, module, args, kwargs)
     layout: Layout = given["layout"]
     if given.get("use_cache", module.config.use_cache):
         raise NotExact("use_cache: a pack is computed in one piece; pass use_cache=False")
-    _refuse_autocast(layout.device)
+    inputs.refuse_autocast(layout.device)
     handle.reached.clear()
     output = type(module).forward(module, *args, **kwargs)
     if not handle.by_layers:
         handle.check_reached(layout)
     handle.reached.clear()
     return output
-
-
-def _check_arguments(
-    family: Family, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """What a forward was given, by name and without what is None; NotExact for what would make a pack inexact."""
-    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-    given = {name: value for name, value in {**bound, **bound.get("kwargs", {})}.items() if value is not None}
-    for name in given.keys() - UNDERSTOOD - {"self", "kwargs"}:
-        if given[name] is not False or name == "is_causal":
-            raise NotExact(f"{name}: {REASONS.get(name, 'not an argument that is exact over a tree')}")
-    layout = given.get("layout")
-    if not isinstance(layout, Layout):
-        raise NotExact("layout: the model is under shared_prefix; pass the pack's Layout as the keyword `layout`")
-    tokens = given.get("inputs_embeds", given.get("input_ids"))
-    if tokens is None:
-        raise NotExact("input_ids: the forward got neither input_ids nor inputs_embeds")
-    if tokens.shape[0] != 1:
-        raise NotExact(f"a batch of {tokens.shape[0]}: a pack is one buffer; put the examples into one layout")
-    if tokens.shape[1] != layout.total:
-        raise NotExact(f"layout: it has {layout.total} tokens, the input {tokens.shape[1]}")
-    if tokens.device != layout.device:
-        raise NotExact(f"layout: it is on {layout.device}, the input on {tokens.device}; use layout.to(device)")
-    _check_positions(family, given, layout.total)
-    return given
-
-
-def _check_positions(family: Family, given: dict[str, Any], total: int) -> None:
-    if "position_ids" not in given:
-        raise NotExact("position_ids: a pack needs its examples' own; for text pass layout.position_ids()")
-    shape, has_images = tuple(given["position_ids"].shape), "pixel_values" in given or "mm_encoder_outputs" in given
-    wanted = [(3, 1, total)] if has_images else [(1, total), (3, 1, total)][: 1 + family.three_dimensional]
-    if shape not in wanted:
-        raise NotExact(f"position_ids: their shape is {shape}, not {' or '.join(map(str, wanted))}")
-
-
-def _refuse_autocast(device: torch.device) -> None:
-    """Autocast takes the recurrence's float32 state to bfloat16, and in recomputation may find other dtypes."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        raise NotExact("autocast is on: it computes recurrent states in its own dtype; leave it and cast the weights")
 
 
 def tree_attention_forward(

@@ -301,7 +301,7 @@ def test_r20_autocast_is_refused(dtype: torch.dtype) -> None:
 
 
 def test_r20_fails_without_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefix_train.patch._refuse_autocast", lambda _device: None)
+    monkeypatch.setattr("prefix_train.inputs.refuse_autocast", lambda _device: None)
     model, pack = make("qwen3_5_text", torch.bfloat16)
     outside = (nullcontext(), torch.autocast("cpu", enabled=False))
     model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: outside})
