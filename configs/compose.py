@@ -9,7 +9,6 @@ inside `model.build`, which declares no types, are read as YAML 1.2 reads them. 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import rules, runfolder
+from configs import other_names, rules, runfolder
 from configs.errors import UserError
 from configs.schema import Config
 
@@ -36,64 +35,11 @@ _YAML12_NUMBERS = (
 )
 _YAML12_WORDS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False, "": None}
 
-
 WANTED: dict[type, str] = {
     int: "a whole number: write digits, as in 100",
     float: "a number: write one, as in 0.5 or 1e-4",
     bool: "a switch: write true or false",
 }
-
-ELSEWHERE = {
-    "learning_rate": "train.lr",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "max_steps": "train.updates",
-    "steps": "train.updates",
-    "warmup_steps": "train.warmup_updates",
-    "lr_scheduler_type": "train.schedule",
-    "scheduler": "train.schedule",
-    "max_grad_norm": "train.clip_norm",
-    "gradient_clipping": "train.clip_norm",
-    "adam_beta1": "train.beta1",
-    "adam_beta2": "train.beta2",
-    "adam_epsilon": "train.eps",
-    "wd": "train.weight_decay",
-    "save_steps": "train.save_every",
-    "save_total_limit": "train.keep_checkpoints",
-    "eval_steps": "evaluate.every",
-    "batch_size": "pack.examples_per_update",
-    "global_batch_size": "pack.examples_per_update",
-    "train_batch_size": "pack.examples_per_update",
-    "per_device_train_batch_size": "pack.packs_per_update",
-    "gradient_accumulation_steps": "pack.packs_per_update",
-    "max_length": "pack.max_positions",
-    "max_seq_length": "pack.max_positions",
-    "max_seq_len": "pack.max_positions",
-    "sequence_len": "pack.max_positions",
-    "gradient_checkpointing": "memory.recompute",
-    "activation_checkpointing": "memory.recompute",
-    "r": "adapter.rank",
-    "lora_r": "adapter.rank",
-    "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_target_modules": "adapter.targets",
-    "target_modules": "adapter.targets",
-    "model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "precision": "model.dtype",
-    "attn_implementation": "model.attention",
-    "train_file": "data.train",
-    "train_data": "data.train",
-    "validation_file": "data.heldout",
-    "eval_data": "data.heldout",
-    "output_dir": "run_root",
-    "report_to": "report.trackers",
-    "ntasks_per_node": "slurm.tasks_per_node",
-    "gres": "slurm.gpus_per_node",
-}
-"""What options are called in other trainers, and here: names that no likeness of letters leads to the right one."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -280,21 +226,7 @@ def _find(setting: Setting, types: Mapping[str, Any]) -> tuple[str, list[str]]:
     inner = [key for key in types if key.startswith(setting.key + ".")]
     if inner:
         raise UserError(f"{setting.where}: {setting.key} is a section: write an option such as {inner[0]}")
-    raise UserError(f"{setting.where}: unknown key {setting.key}; {_nearest(setting.key, list(types))}")
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    leaf = key.rpartition(".")[2]
-    if (meant := ELSEWHERE.get(leaf.replace("-", "_").lower())) in known:
-        return f"did you mean {meant}?"
-
-    def likeness(candidate: str) -> float:
-        its_leaf = candidate.rpartition(".")[2]
-        begins_alike = bool(leaf) and its_leaf.startswith(leaf)
-        return difflib.SequenceMatcher(None, key, candidate).ratio() + 0.5 * begins_alike + (its_leaf == leaf)
-
-    best = max(known, key=likeness)
-    return f"did you mean {best}?" if likeness(best) > 0.6 else f"the nearest key is {best}"
+    raise UserError(f"{setting.where}: unknown key {setting.key}; {other_names.nearest(setting.key, list(types))}")
 
 
 def _convert(setting: Setting, kind: Any, inside: list[str]) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from configs import compose, rules
+from configs import compose, other_names, rules
 from configs.compose import from_run, load, options, to_yaml, with_changes
 from configs.errors import UserError
 from configs.schema import Config, SlurmConfig
@@ -191,9 +191,9 @@ def test_mistake_in_override(base: Path, override: str, says: str) -> None:
 
 def test_names_of_other_trainers_lead_to_options_and_are_none() -> None:
     known = compose.options()
-    assert set(compose.ELSEWHERE.values()) <= set(known)
+    assert set(other_names.ELSEWHERE.values()) <= set(known)
     leaves = {key.rpartition(".")[2] for key in known}
-    assert not leaves & set(compose.ELSEWHERE)
+    assert not leaves & set(other_names.ELSEWHERE)
 
 
 @pytest.mark.parametrize("key", [key for key, kind in compose.options().items() if kind in (int, float, bool)])

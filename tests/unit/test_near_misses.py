@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from configs import compose, runfolder
 from configs.schema import PackConfig
-from prefix_train import cli, lengths, near_misses
+from prefix_train import cli, lengths, meetings, near_misses
 from prefix_train.merging import merged
 from prefix_train.near_misses import NearMiss, find, planned
 from prefix_train.plan import plan_epoch
@@ -135,7 +135,7 @@ def test_groups_are_those_of_a_search_through_all_pairs(lists: list[list[int]], 
     branch = np.sort(data.draw(st.lists(st.integers(0, 2), min_size=len(lists), max_size=len(lists))))
     length = np.array([len(values) for values in lists])
     texts = [{tuple(v[at : at + 3]): at for at in reversed(range(6)) if at + 3 <= len(v)} for v in lists]
-    found = list(near_misses.groups(keys, length, branch, 5, 3))
+    found = list(meetings.groups(keys, length, branch, 5, 3))
     taken: set[int] = set()
     for rows, offsets in found:
         (value,) = {tuple(lists[r][at : at + 3]) for r, at in zip(rows.tolist(), offsets.tolist(), strict=True)}
