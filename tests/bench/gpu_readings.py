@@ -1,13 +1,15 @@
 """What `nvidia-smi` says of GPUs at rest, computing, and in a collective that does not finish: a table for the record.
 
-    python -m tests.bench.gpu_readings [OUT.json]
+    python -m tests.bench.gpu_readings [OUT.json] [--ranks 2]
 
-Needs two GPUs of one host. Two ranks over NCCL do what they are told, state by state; `slurm.gpus` reads them all the
-while, as a watcher does. Writes OUT.json and the table OUT.md beside it, by default tests/bench/results/readings.
+Needs a GPU of one host for each rank. They do over NCCL what they are told, state by state, and the last one does not
+come to a collective; `slurm.gpus` reads all of them meanwhile, as a watcher does. Writes OUT.json and the table OUT.md
+beside it, by default tests/bench/results/readings.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -28,7 +30,7 @@ from slurm import gpus
 from slurm.evidence import Gpu
 
 OUT = Path(__file__).parent / "results" / "readings.json"
-WORLD, SIZE, MIB = 2, 8192, 1 << 20
+SIZE, MIB = 8192, 1 << 20
 SETTLE_S, SAMPLES, EVERY_S = 2.0, 6, 0.5
 """nvidia-smi's utilisation and power are means over up to a second."""
 COMPUTE_S = SETTLE_S + SAMPLES * (EVERY_S + 1.0) + 2.0
@@ -43,19 +45,20 @@ STATES = {
 
 
 class Ranks:
-    """Two processes that do a word at a time."""
+    """Processes that do a word at a time."""
 
-    def __init__(self, meet: Path) -> None:
-        command = [sys.executable, "-m", "tests.bench.gpu_readings", "--rank"]
+    def __init__(self, meet: Path, world: int) -> None:
+        command = [sys.executable, "-m", "tests.bench.gpu_readings", str(meet), "--ranks", str(world), "--rank"]
         environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}  # multicast can take the host's GPUs along
         self.processes = [
-            subprocess.Popen([*command, str(rank), str(meet)], env=environment, text=True, stdin=subprocess.PIPE,
+            subprocess.Popen([*command, str(rank)], env=environment, text=True, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
-            for rank in range(WORLD)
+            for rank in range(world)
         ]  # fmt: skip
 
-    def tell(self, word: str, ranks: Sequence[int] = range(WORLD)) -> None:
-        """Have `ranks` begin with `word`; they say so."""
+    def tell(self, word: str, ranks: Sequence[int] | None = None) -> None:
+        """Have `ranks`, or all, begin with `word`; they say so."""
+        ranks = range(len(self.processes)) if ranks is None else ranks
         for rank in ranks:
             stream = self.processes[rank].stdin
             assert stream is not None
@@ -70,10 +73,10 @@ class Ranks:
 
 
 @contextmanager
-def started() -> Iterator[Ranks]:
+def started(world: int) -> Iterator[Ranks]:
     """The ranks; none is left at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = Ranks(Path(folder) / "meet")
+        ranks = Ranks(Path(folder) / "meet", world)
         try:
             yield ranks
         finally:
@@ -82,7 +85,7 @@ def started() -> Iterator[Ranks]:
                 process.wait()
 
 
-def rank_main(rank: int, meet: Path) -> None:
+def rank_main(rank: int, world: int, meet: Path) -> None:
     """Do what is told: meet, compute, gather, end."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -91,7 +94,7 @@ def rank_main(rank: int, meet: Path) -> None:
         print(word, flush=True)
         if word == "meet":
             dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{meet}", rank=rank,
-                                    world_size=WORLD, device_id=device if cuda else None)  # fmt: skip
+                                    world_size=world, device_id=device if cuda else None)  # fmt: skip
             _gather(data)
         elif word == "compute":
             _compute(device, SIZE if cuda else 64)
@@ -110,7 +113,7 @@ def _compute(device: torch.device, size: int) -> None:
 
 
 def _gather(data: torch.Tensor) -> None:
-    dist.all_gather_into_tensor(torch.empty(WORLD * len(data), device=data.device), data)
+    dist.all_gather_into_tensor(torch.empty(dist.get_world_size() * len(data), device=data.device), data)
     _wait(data.device)
 
 
@@ -135,21 +138,21 @@ def span(samples: Sequence[Gpu]) -> dict[str, list[float]]:
     return {name: [min(values), max(values)] for name, values in told.items() if values}
 
 
-def measure() -> dict[str, Any]:
-    """All states: state -> field -> [least, most]."""
+def measure(world: int) -> dict[str, Any]:
+    """All states: state -> field -> [least, most], over all GPUs in that state."""
     found: dict[str, dict[str, list[float]]] = {"untouched": span([gpu for each in take() for gpu in each])}
-    with started() as ranks:
+    with started(world) as ranks:
         ranks.tell("meet")
         time.sleep(SETTLE_S)
         found["at rest"] = span([gpu for each in take() for gpu in each])
         ranks.tell("compute")
         found["computing"] = span([gpu for each in take() for gpu in each])
         time.sleep(2 * SETTLE_S)
-        ranks.tell("gather", [0])
+        ranks.tell("gather", range(world - 1))
         hung = take()
-        found["waiting"] = span([each[0] for each in hung])
-        found["missing"] = span([each[1] for each in hung])
-        ranks.tell("gather", [1])
+        found["waiting"] = span([gpu for each in hung for gpu in each[: world - 1]])
+        found["missing"] = span([each[world - 1] for each in hung])
+        ranks.tell("gather", [world - 1])
     return found
 
 
@@ -184,19 +187,23 @@ def _span_text(span_of: list[float] | None, unit: str) -> str:
     return f"{least if least == most else f'{least}-{most}'} {unit}"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Measure and write the record, or be one of its ranks."""
-    if arguments[:1] == ["--rank"]:
-        rank_main(int(arguments[1]), Path(arguments[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", default=OUT)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rank", type=int)
+    given = parser.parse_args()
+    if given.rank is not None:
+        rank_main(given.rank, given.ranks, given.out)
         return 0
-    out = Path(arguments[0]) if arguments else OUT
     at = machine()  # before anything runs on the GPUs
-    found = {**at, "readings": measure()}
-    runfolder.write_json(out, found)
-    runfolder.write_text(out.with_suffix(".md"), table(found))
+    found = {**at, "readings": measure(given.ranks)}
+    runfolder.write_json(given.out, found)
+    runfolder.write_text(given.out.with_suffix(".md"), table(found))
     print(table(found), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,9 +1,12 @@
 """One pack per GPU under FSDP2 over NCCL, beside one GPU alone: positions/s of each GPU, and the same gradients.
 
-    python -m tests.bench.gpu_sharded OUT.json [--seconds LIMIT] [--layers N] [--pack PREFIX COUNT LENGTH] [--tiny]
+    python -m tests.bench.gpu_sharded OUT.json [--worlds 1 2 4 8] [--seconds LIMIT] [--layers N; 0: all]
+        [--pack PREFIX COUNT LENGTH] [--override KEY=VALUE ...] [--with N KEY=VALUE ...]
 
-First two small packs in float32 on one rank, then one of them on each of two ranks: no figure unless the gradients are
-the same. Then whole updates of one and of two ranks, a warm one each. OUT is written after each.
+First as many small packs as the most ranks are, in float32, on each number of ranks: no figure unless the gradients are
+those of one rank. Then the most ranks train, save and go on, and each smaller number goes on from that save: none
+unless the weights move alike. Then whole updates of each number, one pack on each rank. OUT is written after each, a
+table to OUT.md at the end.
 """
 
 from __future__ import annotations
@@ -12,138 +15,59 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from configs import runfolder
-from configs.schema import Config
-from prefix_train import anatomy, bench_gate, bench_measure, gradients, kernels, offload, shard, step
-from prefix_train import model as models
-from prefix_train.bench import random_examples, star
+from prefix_train import kernels
 from prefix_train.bench_pack import Case
-from prefix_train.collate import Batch, collate, entry_weights
-from prefix_train.dist import Ranks, joined
+from prefix_train.dist import joined
+from tests.bench import sharded_parts
 from tests.lives import free_port
 from tests.standins import ROOT
 
 BOUND = 1e-5
 """Of each gradient's difference, relative to its norm, in float32."""
 
-WORLD = 2
+MOVED_BOUND = 1e-3
+"""Of what each weight has moved: Adam divides by the root of tiny second moments, which roundings make differ."""
+
+PARTS = ("gate", "resume", "speed")
 
 
-def gate_config(case: Case, device: torch.device) -> Config:
-    """The geometry at the gate's sizes, in float32, nothing dropped."""
-    config = case.config()
-    model = dataclasses.replace(config.model, build={**config.model.build, **bench_gate.SMALL})
-    model = bench_gate.in_float32(model, device)
-    return dataclasses.replace(config, model=model, adapter=dataclasses.replace(config.adapter, dropout=0.0))
-
-
-def batches_of(config: Config, shape: tuple[int, int, int], mine: range) -> list[Batch]:
-    """Of an update of one pack per rank of WORLD: those of `mine`."""
-    prefix, count, length = shape
-    vocabulary = int(config.model.build["vocab_size"])
-    packs = [random_examples(prefix, count, length, vocabulary, number) for number in range(WORLD)]
-    weights = entry_weights("example", [int(one.target.sum()) for pack in packs for one in pack])
-    return [collate(star(packs[number], prefix), packs[number], weights) for number in mine]
-
-
-def stepper(config: Config, ranks: Ranks) -> step.Stepper:
-    """The model of `config` on these ranks; adapters are not zero."""
-    dtype = models.DTYPES[config.model.dtype]
-    model = models.adapt(bench_gate.build_on(ranks.device, dict(config.model.build), dtype), config)
-    bench_gate.draw_adapters(model)
-    models.make_ready(model, config)
-    root = models.Root(model.train(), dtype, config.train.loss_chunk_rows, images=False)
-    if ranks.mesh is None:
-        root.to(ranks.device)
-    else:
-        shard.shard(root, ranks.mesh)
-    offload.attach(root, config, ranks.device)
-    parameters = anatomy.trainable(model)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-5)
-    coverage = gradients.Coverage(list(parameters), frozenset(), config.train.warmup_updates)
-    return step.Stepper(root, parameters, optimizer, ranks, coverage, config.seed, config.train.clip_norm)
-
-
-def mine(ranks: Ranks, alone: int) -> range:
-    """Packs of this rank; `alone`: of a rank that is by itself."""
-    return range(alone) if ranks.world == 1 else range(ranks.rank, ranks.rank + 1)
-
-
-def whole_gradients(run: step.Stepper) -> dict[str, torch.Tensor]:
-    """Full ones, on the host."""
-    found = {}
-    for name, parameter in run.parameters.items():
-        grad: Any = parameter.grad
-        found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).cpu()
-    return found
-
-
-def rank_gate(case: Case, shape: tuple[int, int, int], ranks: Ranks, out: Path) -> dict[str, Any]:
-    """Gradients of two small packs into `out`.safetensors."""
-    config = gate_config(case, ranks.device)
-    run = stepper(dataclasses.replace(config, train=dataclasses.replace(config.train, clip_norm=0.0)), ranks)
-    result = step.update(run, 0, 0.0, batches_of(config, shape, mine(ranks, WORLD)))
-    found = whole_gradients(run)
-    if ranks.rank == 0:
-        save_file(found, out.with_suffix(".safetensors"))
-    return {"loss": result.loss, "norm": result.norm, "positions": result.positions}
-
-
-def rank_speed(case: Case, ranks: Ranks, out: Path) -> dict[str, Any]:
-    """Seconds of whole updates with one pack on each rank."""
-    config, device = case.config(), ranks.device
-    shape = (case.prefix, case.continuations, case.length)
-    batches = batches_of(config, shape, mine(ranks, 1))
-    began = time.monotonic()
-    run = stepper(config, ranks)
-    built = time.monotonic() - began
-    ranks.barrier()
-    weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-    def once() -> None:
-        step.update(run, 1, 1e-5, batches)
-
-    first = bench_measure.seconds(once, device)
-    ranks.barrier()
-    warm = [bench_measure.seconds(once, device) for _ in range(case.warm)]
-    median = statistics.median(warm)
-    found = {
-        "built_s": built, "first_s": first, "warm_s": warm, "positions": batches[0].positions,
-        "positions_per_s_per_gpu": batches[0].positions / median, "weights_gib": weights / 2**30,
-    }  # fmt: skip
-    if device.type == "cuda":
-        found["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    return found
-
-
-def rank(what: str, case: Case, shape: tuple[int, int, int], out: Path) -> None:
+def rank(part: str, case: Case, shape: tuple[int, int, int], packs: int, out: Path) -> None:
     """One rank, as the environment says; rank 0 writes `out`."""
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         kernels.use_pins(dtype="bfloat16")
     with joined(120.0) as ranks:
-        if what == "speed" and ranks.device.type == "cuda":
+        if part == "speed" and ranks.device.type == "cuda":
             kernels.compile_ahead(case.config(), ranks.device)
-        found = rank_gate(case, shape, ranks, out) if what == "gate" else rank_speed(case, ranks, out)
+        if part == "speed":
+            found = sharded_parts.speed(case, ranks)
+        elif part == "gate":
+            found = sharded_parts.gate(case, shape, packs, ranks, out)
+        else:
+            found = sharded_parts.resume(case, shape, packs, ranks, out)
         every = ranks.gather(found)
         if ranks.rank == 0:
             runfolder.write_json(out, {"ranks": every})
 
 
-def launch(what: str, world: int, case: Case, shape: tuple[int, int, int], out: Path, seconds: float) -> dict[str, Any]:
+def launch(
+    part: str, world: int, case: Case, shape: tuple[int, int, int], packs: int, out: Path, seconds: float
+) -> dict[str, Any]:
     """Run so many ranks to their end; what rank 0 wrote, or how they ended."""
-    given = json.dumps({**dataclasses.asdict(case), "shape": shape})
-    program = [sys.executable, "-m", "tests.bench.gpu_sharded", str(out), "--rank", what, "--given", given]
+    given = json.dumps({**dataclasses.asdict(case), "shape": shape, "packs": packs})
+    program = [sys.executable, "-m", "tests.bench.gpu_sharded", str(out), "--rank", part, "--given", given]
     port, running = str(free_port()), []
     for number in range(world):
         own = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(number),
@@ -160,8 +84,8 @@ def launch(what: str, world: int, case: Case, shape: tuple[int, int, int], out: 
     return dict(runfolder.read_json(out)) if statuses == [0] * world else {"ended": statuses}
 
 
-def compare(one: Path, two: Path) -> dict[str, Any]:
-    """The worst gradient's relative difference."""
+def compare(one: Path, two: Path, bound: float = BOUND) -> dict[str, Any]:
+    """The worst tensor's relative difference."""
     alone, both = load_file(one), load_file(two)
     total = torch.stack([each.double().norm() for each in alone.values()]).norm()
     worst = max(
@@ -169,58 +93,118 @@ def compare(one: Path, two: Path) -> dict[str, Any]:
         for name, each in alone.items()
     )
     return {
-        "passed": alone.keys() == both.keys() and total > 0 and worst <= BOUND,
+        "passed": alone.keys() == both.keys() and total > 0 and worst <= bound,
         "tensors": len(alone),
         "worst": worst,
     }
 
 
-def measure(case: Case, shape: tuple[int, int, int], out: Path, seconds: float) -> dict[str, Any]:
-    """Everything, one after the other; `out` has what is known."""
-    until, found = time.monotonic() + seconds, dict[str, Any]()
-    runfolder.write_json(out, found)
-    for what in ("gate", "speed"):
-        for world in (1, WORLD):
-            name, left = f"{what} on {world}", until - time.monotonic()
-            if left < 1:
-                return found
-            found[name] = launch(what, world, case, shape, out.with_suffix(f".{what}{world}.json"), left)
-            print(f"{name}: {found[name]}", flush=True)
-            runfolder.write_json(out, found)
-            if "ended" in found[name]:
-                return found
-        if what == "gate":
-            paths = [out.with_suffix(f".gate{world}.safetensors") for world in (1, WORLD)]
-            found["gate"] = compare(*paths)
-            runfolder.write_json(out, found)
-            if not found["gate"]["passed"]:
-                return found
-    speeds = [found[f"speed on {world}"]["ranks"][0]["positions_per_s_per_gpu"] for world in (1, WORLD)]
-    found["per_gpu_at_2_over_1"] = speeds[1] / speeds[0]
-    runfolder.write_json(out, found)
-    return found
+class Bench:
+    """Runs the parts one after the other on each number of ranks; `out` has what is known."""
+
+    def __init__(
+        self,
+        case: Case,
+        shape: tuple[int, int, int],
+        out: Path,
+        seconds: float,
+        worlds: Sequence[int] = (1, 2),
+        also: Mapping[int, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.case, self.shape, self.out, self.until = case, shape, out, time.monotonic() + seconds
+        self.worlds, self.also, self.found = sorted(worlds), also or {}, dict[str, Any]()
+
+    def measure(self) -> dict[str, Any]:
+        """Everything; what there is where a part fails or the time is up."""
+        self._write()
+        shutil.rmtree(sharded_parts.run_beside(self.out), ignore_errors=True)
+        steps = [("gate", self.worlds), ("resume", self.worlds[::-1]), ("speed", self.worlds[::-1])]
+        for part, worlds in steps:
+            for world in worlds:
+                if not self._run(part, world):
+                    return self.found
+            if part != "speed" and not self._same(part, worlds[0]):
+                return self.found
+        self.found["per_gpu_over_1"] = self._per_gpu()
+        self._write()
+        runfolder.write_text(self.out.with_suffix(".md"), table(self.found, self.worlds))
+        return self.found
+
+    def _run(self, part: str, world: int) -> bool:
+        """Whether it ended well."""
+        name, left = f"{part} on {world}", self.until - time.monotonic()
+        if left < 1:
+            return False
+        more = self.also.get(world, ()) if part == "speed" else ()
+        case = dataclasses.replace(self.case, overrides=(*self.case.overrides, *more))
+        out = self._path(part, world, ".json")
+        self.found[name] = launch(part, world, case, self.shape, self.worlds[-1], out, left)
+        print(f"{name}: {self.found[name]}", flush=True)
+        self._write()
+        return "ended" not in self.found[name]
+
+    def _same(self, part: str, reference: int) -> bool:
+        """Whether all numbers of ranks left the tensors of `reference`."""
+        bound = BOUND if part == "gate" else MOVED_BOUND
+        paths = {world: self._path(part, world, ".safetensors") for world in self.worlds}
+        others = {world: path for world, path in paths.items() if world != reference}
+        self.found[part] = {str(world): compare(paths[reference], path, bound) for world, path in others.items()}
+        self._write()
+        return all(one["passed"] for one in self.found[part].values())
+
+    def _per_gpu(self) -> dict[str, float]:
+        speeds = {world: self.found[f"speed on {world}"]["ranks"] for world in self.worlds}
+        slowest = {world: min(one["positions_per_s_per_gpu"] for one in ranks) for world, ranks in speeds.items()}
+        return {str(world): slowest[world] / slowest[self.worlds[0]] for world in self.worlds[1:]}
+
+    def _path(self, part: str, world: int, suffix: str) -> Path:
+        return self.out.with_suffix(f".{part}{world}{suffix}")
+
+    def _write(self) -> None:
+        runfolder.write_json(self.out, self.found)
+
+
+def table(found: Mapping[str, Any], worlds: Sequence[int]) -> str:
+    """The record as Markdown; of several ranks the slowest, and the highest peak."""
+    lines = ["| GPUs | update | positions/s | utilisation | peak | per GPU against one |", "| --- |" + " --- |" * 5]
+    for world in worlds:
+        ranks = found[f"speed on {world}"]["ranks"]
+        slowest = min(ranks, key=lambda one: one["positions_per_s_per_gpu"])
+        peak = max((one["peak_gib"] for one in ranks if "peak_gib" in one), default=None)
+        cells = [
+            f"{slowest['positions'] / slowest['positions_per_s_per_gpu']:.2f} s",
+            f"{world * slowest['positions_per_s_per_gpu']:,.0f}",
+            f"{slowest['model_utilisation']:.1%}",
+            "not told" if peak is None else f"{peak:.1f} GiB",
+            f"{found['per_gpu_over_1'].get(str(world), 1.0):.1%}",
+        ]
+        lines.append(f"| {world} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--geometry", default="qwen3.6-27b")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--pack", type=int, nargs=3, default=[64_000, 80, 1000])
     parser.add_argument("--gate", type=int, nargs=3, default=[130, 5, 47])
     parser.add_argument("--override", nargs="*", default=["memory.offload=auto", "memory.keep_attention=auto"])
-    parser.add_argument("--rank", choices=["gate", "speed"])
+    parser.add_argument("--with", nargs="+", action="append", default=[], dest="also", metavar=("N", "KEY=VALUE"))
+    parser.add_argument("--rank", choices=PARTS)
     parser.add_argument("--given")
     given = parser.parse_args()
     if given.rank:
         told = json.loads(given.given)
-        shape = tuple(told.pop("shape"))
-        rank(given.rank, Case(**{**told, "overrides": tuple(told["overrides"])}), shape, given.out)
+        shape, packs = tuple(told.pop("shape")), told.pop("packs")
+        rank(given.rank, Case(**{**told, "overrides": tuple(told["overrides"])}), shape, packs, given.out)
         return 0
-    case = Case(given.geometry, *given.pack, layers=given.layers, warm=1, overrides=tuple(given.override))
-    found = measure(case, tuple(given.gate), given.out, given.seconds)
-    return 0 if "per_gpu_at_2_over_1" in found else 1
+    case = Case(given.geometry, *given.pack, layers=given.layers or None, warm=1, overrides=tuple(given.override))
+    also = {int(world): tuple(more) for world, *more in given.also}
+    found = Bench(case, tuple(given.gate), given.out, given.seconds, given.worlds, also).measure()
+    return 0 if "per_gpu_over_1" in found else 1
 
 
 if __name__ == "__main__":

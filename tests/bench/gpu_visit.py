@@ -8,6 +8,7 @@
 `rows`: a pack of the whole model with them, beside the same examples alone.
 `settings`: 256,000 positions, beside four layers with each of the newest kernels left out.
 `sharded`: one pack per GPU under FSDP2; then the memory of two updates and the save.
+`many`: all GPUs of the host: preflight, the whole geometry on 1, 2, 4, ... of them, a missing rank.
 
 FOLDER has JSON files of an earlier act: a gate that has passed there need not pass again.
 
@@ -271,6 +272,27 @@ def sharded(visit: Visit) -> None:
     )
 
 
+def many(visit: Visit) -> None:
+    """However many GPUs the host has. Four or more hold the layers' inputs themselves, next to their part of 27B."""
+    gpus = torch.cuda.device_count()
+    everyone, worlds = ",".join(map(str, range(gpus))), [1 << power for power in range(gpus.bit_length())]
+    kept, run = visit.kept, visit.kept / "run"
+    run.mkdir()
+    all_ranks = [f"slurm.tasks_per_node={gpus}", f"slurm.gpus_per_node={gpus}", f"pack.packs_per_update={gpus}"]
+    runfolder.write_text(run / runfolder.CONFIG, compose.to_yaml(compose.load(PERIOD, all_ranks)))
+    spared = [word for world in worlds if world >= 4 for word in ("--with", str(world), "memory.offload=none")]
+    programs = {
+        "preflight": (python("-m", "preflight", "run", run), 150),
+        "collectives": (python("-m", "preflight", "collectives", run, "--spawn", str(gpus)), 90),
+        "judge": (python("-m", "preflight", "judge", run, "--ranks", str(gpus), "--json"), 30),
+        "hangs": (python("-m", "tests.gpu.hang_run", kept / "hangs", "nccl-gather", "--ranks", str(gpus)), 120),
+        "readings": (python("-m", "tests.bench.gpu_readings", kept / "readings.json", "--ranks", str(gpus)), 90),
+        "sharded": (python("-m", "tests.bench.gpu_sharded", kept / "many.json", "--layers", "0", "--seconds", "900",
+                           "--worlds", *map(str, worlds), *spared, "--override", *WAITING, *NEWEST), 900),
+    }  # fmt: skip
+    visit.stage([Part(name, program, seconds, everyone) for name, (program, seconds) in programs.items()])
+
+
 def compare(pins: Path) -> int:
     """Print which kernels' winners are others than the committed ones; 1 where the set of kernels is another."""
     committed = kernel_pins.folder(torch.cuda.get_device_name())
@@ -283,7 +305,7 @@ def compare(pins: Path) -> int:
     return 0 if mine == theirs else 1
 
 
-ACTS = {act.__name__: act for act in (pair, single, kernels, rows, settings, sharded)}
+ACTS = {act.__name__: act for act in (pair, single, kernels, rows, settings, sharded, many)}
 
 
 def machine() -> Mapping[str, Any]:

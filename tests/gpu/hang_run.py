@@ -1,8 +1,8 @@
-"""A hang of two real ranks, from the planted fault to the verdict, and its evidence frozen as a case of the corpus.
+"""A hang of real ranks, from the planted fault to the verdict, and its evidence frozen as a case of the corpus.
 
-    python -m tests.gpu.hang_run FOLDER [--cpu] [CASE ...]
+    python -m tests.gpu.hang_run FOLDER [--cpu] [--ranks 2] [CASE ...]
 
-Two GPUs: the trainer under FSDP2 over NCCL with the watcher beside it. On the CPU the same with gloo and a tiny model.
+A GPU for each: the trainer under FSDP2 over NCCL, the watcher beside it. On the CPU the same with gloo, a tiny model.
 Writes FOLDER/<case>/ as `tests.hangs` has it, FOLDER/<case>.json with times and verdict, and what the ranks printed.
 """
 
@@ -86,7 +86,7 @@ class Plan:
 
 
 PLANS = {
-    "nccl-gather": Plan("sleep in forward", "missing_rank", "two GPUs: a rank does not come to an all_gather"),
+    "nccl-gather": Plan("sleep in forward", "missing_rank", "a GPU each: a rank does not come to an all_gather"),
     "nccl-deep": Plan("sleep in forward", "missing_rank", "two GPUs, 64 layers: the queue to the waiting GPU is full",
                       rank=0, build=DEEP, packs=2),
     "nccl-backward": Plan("sleep in backward", "missing_rank",
@@ -109,30 +109,30 @@ class Found:
     case: Path
 
 
-def options(folder: Path, plan: Plan, cpu: bool) -> Config:
-    """A run of two ranks, on GPUs with enough to compute that computing shows."""
-    _write_rows(folder / "train.jsonl", 4 * WORLD * plan.packs, 1 if cpu else SENTENCES)
+def options(folder: Path, plan: Plan, cpu: bool, world: int) -> Config:
+    """A run of so many ranks, on GPUs with enough to compute that computing shows."""
+    _write_rows(folder / "train.jsonl", 4 * world * plan.packs, 1 if cpu else SENTENCES)
     return Config(
         name="hang",
         cluster="local",
         model=ModelConfig(build=BUILD if cpu else dict(plan.build), dtype="float32" if cpu else "bfloat16"),
         data=DataConfig(train=str(folder / "train.jsonl")),
-        pack=PackConfig(max_positions=192 if cpu else 16384, packs_per_update=plan.packs * WORLD),
+        pack=PackConfig(max_positions=192 if cpu else 16384, packs_per_update=plan.packs * world),
         adapter=AdapterConfig(rank=2, dropout=0.0, targets=["q_proj", "down_proj"]),
         train=TrainConfig(updates=400, lr=1e-4, warmup_updates=2, save_every=0, threads=1 if cpu else 8),
         verify=VerifyConfig(examples=0),
         watch=WatchConfig(poll_s=0.5, floor_s=5, first_update_s=120, sample_gap_s=3, load_s=120),
-        slurm=SlurmConfig(tasks_per_node=WORLD, gpus_per_node=0 if cpu else WORLD),
+        slurm=SlurmConfig(tasks_per_node=world, gpus_per_node=0 if cpu else world),
     )
 
 
-def hang(into: Path, name: str, cpu: bool = False) -> Found:
+def hang(into: Path, name: str, cpu: bool = False, world: int = WORLD) -> Found:
     """Run the plan `name` to its verdict and freeze its evidence into `into`/<name>. TimeoutError without a verdict."""
     plan = PLANS[name]
     work = Path(tempfile.mkdtemp(prefix="hang-"))
     run = work / "run"
     try:
-        config = options(work, plan, cpu)
+        config = options(work, plan, cpu, world)
         (run / runfolder.LOGS).mkdir(parents=True)
         runfolder.write_text(run / runfolder.CONFIG, compose.to_yaml(config))
         runfolder.write_text(run / runfolder.ATTEMPT, "0\n")
@@ -144,7 +144,7 @@ def hang(into: Path, name: str, cpu: bool = False) -> Found:
                 raise TimeoutError(f"no verdict in {END_S:.0f} s; the ranks printed:\n{logs(run)}") from None
         if not verdict.folders(run):
             raise TimeoutError(f"the watcher ended with {status} and no alarm; the ranks printed:\n{logs(run)}")
-        return _frozen(into / name, run, work, plan, status)
+        return _frozen(into / name, run, work, plan, world, status)
     finally:
         into.mkdir(parents=True, exist_ok=True)
         (into / f"{name}.log").write_text(logs(run))
@@ -155,8 +155,9 @@ def hang(into: Path, name: str, cpu: bool = False) -> Found:
 def running(run: Path, config: Config, plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
     """The ranks and their watcher, which is yielded; none is left at the end."""
     port, processes = free_port(), list[subprocess.Popen[bytes]]()
-    for rank in range(WORLD):
-        place = job.Place(rank, WORLD, rank, "127.0.0.1", port)
+    world = config.slurm.tasks_per_node
+    for rank in range(world):
+        place = job.Place(rank, world, rank, "127.0.0.1", port)
         with (run / runfolder.LOGS / f"rank{rank}.log").open("wb") as log:
             fault = plan.fault if rank == plan.rank else "none"
             own = _environment() | job.rank_environment(config, place, os.environ)
@@ -188,14 +189,14 @@ def _read_at_rest(run: Path, config: Config) -> None:
     runfolder.write_json(answer_path(run, 0, report.node), report.to_json())
 
 
-def _frozen(folder: Path, run: Path, work: Path, plan: Plan, status: int) -> Found:
+def _frozen(folder: Path, run: Path, work: Path, plan: Plan, world: int, status: int) -> Found:
     hung = verdict.folders(run)[0]
     alarm, said, nodes = evidence.read_alarm(hung), verdict.load(hung), evidence.read(hung)
     if alarm is None or said is None or not nodes:
         raise TimeoutError(f"the watcher ended with {status} and no verdict; the ranks printed:\n{logs(run)}")
     culprit = next(beat for beat in heartbeat.read(run) if beat.rank == plan.rank)
     judged = (hung / verdict.JSON).stat().st_mtime
-    label = Label(plan.story, plan.kind, (plan.rank,), WORLD, (NODE,))
+    label = Label(plan.story, plan.kind, (plan.rank,), world, (NODE,))
     names = {
         str(run): "/runs/demo",
         str(work): "/data",
@@ -238,12 +239,13 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(PLANS))
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--ranks", type=int, default=WORLD)
     given = parser.parse_intermixed_args()
     good = True
     for name in given.cases or PLANS:
         began = time.monotonic()
         try:
-            found = hang(given.folder, name, given.cpu)
+            found = hang(given.folder, name, given.cpu, given.ranks)
         except TimeoutError as error:
             print(f"BAD {name} ({time.monotonic() - began:.0f} s): {error}", flush=True)
             good = False

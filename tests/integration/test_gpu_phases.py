@@ -70,12 +70,17 @@ def test_other_gradients_are_no_gate(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_pack_on_each_of_two_ranks(tmp_path: Path) -> None:
+def test_one_pack_on_each_rank_and_on_with_fewer(tmp_path: Path) -> None:
     case = Case(TINY, 60, 3, 11, layers=4, warm=1, overrides=("memory.offload=auto",))
     began = time.monotonic()
-    found = gpu_sharded.measure(case, (37, 3, 9), tmp_path / "out.json", 200.0)
-    assert found["gate"]["passed"], found
+    also = {2: ("memory.offload=none",)}
+    found = gpu_sharded.Bench(case, (37, 3, 9), tmp_path / "out.json", 200.0, (1, 2), also).measure()
+    assert found["gate"]["2"]["passed"], found
+    assert found["resume"]["1"]["passed"], found
+    assert "ranks 2 -> 1" in found["resume on 1"]["ranks"][0]["resumed"]
     assert [rank["positions"] for rank in found["speed on 2"]["ranks"]] == [93, 93]
-    assert found["per_gpu_at_2_over_1"] > 0
+    assert found["per_gpu_over_1"].keys() == {"2"}
+    assert found["per_gpu_over_1"]["2"] > 0
+    assert (tmp_path / "out.md").read_text().count("\n| ") == 3
     assert time.monotonic() - began < 200
     assert json.loads((tmp_path / "out.json").read_text()) == found
