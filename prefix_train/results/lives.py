@@ -13,7 +13,7 @@ from pathlib import Path
 
 from configs import runfolder
 from prefix_train.heartbeat import Beat, End
-from prefix_train.results.records import Alarm, Life, Preflight, Reader, Verdict
+from prefix_train.results.records import Alarm, Ending, Life, Preflight, Reader, Verdict
 
 CLOCKS_S = 60.0
 """How far the clocks of nodes and of the file server may be apart."""
@@ -64,10 +64,12 @@ def spans(
     found_hangs: Sequence[Hang],
     ends: Sequence[End],
     complete: bool,
+    ending: Ending | None = None,
 ) -> list[Span]:
     """Every life that left a trace, and the present one, `attempt`.
 
-    reports: preflight's, by life. ends: of the present life's ranks. complete: there is a result.
+    reports: preflight's, by life. complete: there is a result.
+    ends, ending: of the present life's ranks, and of its job.
     """
     recorded = reader.numbered(runfolder.LIVES, ".json")
     records = {number: reader.json(f"{runfolder.LIVES}/{number}.json", Life) for number in recorded}
@@ -77,13 +79,14 @@ def spans(
         life, last = records.get(number), number == attempt
         cause = life.cause if life else None
         if last and cause is None:
-            cause = _cause(ends, complete)
+            cause = _cause(ends, complete, ending)
         began = _checked(reports.get(number)) or _oldest(reader.run / runfolder.PREFLIGHT / str(number))
         if began is None and number == 0:
             began = _written(reader.run / runfolder.CONFIG)
         ended = _written(reader.run / runfolder.LIVES / f"{number}.json") if life and life.cause else None
         if last:
-            ended = max((end.time for end in ends), default=ended)
+            of_job = _written(reader.run / runfolder.END) if ending else None
+            ended = max((end.time for end in ends), default=ended or of_job)
         found.append(Span(number, life, began, ended, cause))
     return found
 
@@ -117,12 +120,14 @@ def timed(lives: Sequence[Span], found: Sequence[Hang], sign: float | None) -> l
     return [(began, max(began, ended)) for began, ended in times]
 
 
-def _cause(ends: Sequence[End], complete: bool) -> str | None:
-    """How the present life ended, where Slurm has left no word of it."""
+def _cause(ends: Sequence[End], complete: bool, ending: Ending | None) -> str | None:
+    """How the present life ended, where `lives/` has no word of it."""
     bad = [end for end in ends if end.status not in ENDED_WELL]
     if bad:
         first = min(bad, key=lambda end: end.time)
         return f"rank {first.rank} ended with {first.signal or first.exception or f'status {first.status}'}"
+    if ending is not None:
+        return ending.cause
     if complete:
         return "complete"
     return "stopped" if any(end.status == runfolder.STOPPED for end in ends) else None

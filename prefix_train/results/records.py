@@ -201,6 +201,16 @@ class Life:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """`end.json`: how the newest life ended, and the last line of its job."""
+
+    attempt: int
+    status: int
+    cause: str
+    line: str
+
+
+@dataclass(frozen=True)
 class Alarm:
     """`hangs/<n>/alarm.json`: when and why evidence was taken. time: seconds since 1970."""
 

@@ -16,7 +16,7 @@ from prefix_train.heartbeat import Beat, End
 from prefix_train.results import evaluations, lives
 from prefix_train.results.evaluations import Evaluation
 from prefix_train.results.lives import Hang, Span
-from prefix_train.results.records import Commit, Plan, Preflight, Reader, Result
+from prefix_train.results.records import Commit, Ending, Plan, Preflight, Reader, Result
 
 Found = TypeVar("Found")
 
@@ -31,7 +31,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that could be read. updates, heldout: lines of metrics.jsonl. beats, ends: of life `attempt`."""
+    """Everything that could be read.
+
+    updates, heldout: lines of metrics.jsonl. beats, ends: of the ranks in life `attempt`. ending: of that life's job.
+    """
 
     folder: Path
     label: str
@@ -43,6 +46,7 @@ class Run:
     commit: Commit | None
     preflights: dict[int, Preflight]
     attempt: int
+    ending: Ending | None
     spans: tuple[Span, ...]
     hangs: tuple[Hang, ...]
     beats: tuple[Beat, ...]
@@ -79,6 +83,8 @@ def read(folder: Path, label: str) -> Run:
         reader.missing.append(f"{runfolder.PREFLIGHT}: no preflight was run")
     beats = [beat for beat in _or_missing(reader, lambda: heartbeat.read(folder)) or [] if beat.attempt == attempt]
     ends = [end for end in _or_missing(reader, lambda: heartbeat.read_ends(folder)) or [] if end.attempt == attempt]
+    ending = reader.json(runfolder.END, Ending)
+    ending = ending if ending is not None and ending.attempt == attempt else None
     hangs = tuple(lives.hangs(reader))
     return Run(
         folder=folder,
@@ -91,8 +97,9 @@ def read(folder: Path, label: str) -> Run:
         commit=commit,
         preflights={number: report for number, report in reports.items() if report is not None},
         attempt=attempt,
+        ending=ending,
         hangs=hangs,
-        spans=tuple(lives.spans(reader, attempt, reports, hangs, ends, result is not None)),
+        spans=tuple(lives.spans(reader, attempt, reports, hangs, ends, result is not None, ending)),
         beats=tuple(beats),
         ends=tuple(ends),
         limit=_limit(reader, config) if config is not None else None,

@@ -46,6 +46,8 @@ def total(run: Run, name: str) -> float | None:
 def state(run: Run) -> str:
     """How the run stands, in a few words."""
     done = f"{_done(run):,} of {'?' if run.total is None else f'{run.total:,}'} updates"
+    if run.ending is not None and run.ending.status not in ENDED_WELL:
+        return f"life {run.attempt} ended badly, {done}: {run.ending.line}"
     if run.result is not None:
         failed = run.result.verify is not None and not run.result.verify.passed
         return f"complete: {done}" + ("; its check of itself FAILED" if failed else "")

@@ -171,6 +171,26 @@ def test_a_run_that_has_only_begun_is_shown_as_far_as_it_goes(tmp_path: Path) ->
     assert set(run.missing) <= set(found.texts)
 
 
+@pytest.mark.parametrize("result", [False, True])
+def test_how_a_job_ended_badly_stands_first_also_where_it_left_a_result(tmp_path: Path, result: bool) -> None:
+    run = (made.complete if result else made.begun)(tmp_path / "bad")
+    (run / runfolder.LIVES / "0.json").unlink(missing_ok=True)
+    line = f"failed: preflight: FAIL {HOSTILE}"
+    ending = {"attempt": 0, "status": 78, "cause": "gate", "line": line}
+    made.put(run / runfolder.END, ending, BEGAN + 60)
+    found, (read,) = shown(run)
+    done = "40 of 40 updates" if result else "0 of 40 updates"
+    assert found.table("What was counted")["state"][0] == f"life 0 ended badly, {done}: {charts.visible(line)}"
+    assert found.table("Lives")["0"][1] == tables.when(BEGAN + 60)
+    assert found.table("Lives")["0"][3] == "gate"
+    made.put(run / runfolder.END, ending | {"attempt": 1})
+    said = tables.state(shown(run)[1][0])
+    assert said.startswith("complete: " if result else "not complete: ")  # another life's word is not taken
+    made.put(run / runfolder.END, ending | {"status": 0, "cause": "complete", "line": "complete"})
+    assert "badly" not in tables.state(shown(run)[1][0])
+    assert not any(runfolder.END in line for line in read.missing)
+
+
 DAMAGE = {
     "plan.json": ("[1]", "plan.json is damaged"),
     "result.json": ("{", "result.json is damaged"),
@@ -179,6 +199,7 @@ DAMAGE = {
     "hangs/1/alarm.json": ('{"attempt": "x"}', "hangs/1/alarm.json is damaged"),
     "code/COMMIT.json": ("null", "code/COMMIT.json is damaged"),
     "attempt": ("x", "attempt is damaged"),
+    "end.json": ('{"attempt": 0}', "end.json is damaged"),
     "heartbeat/rank0.json": ("{}", "heartbeat/rank0.json: without"),
     "logs/rank0.json": ("{}", "logs/rank0.json: without"),
     "config.yaml": ("name: [", "config.yaml:"),
