@@ -18,6 +18,9 @@ DEADLINE_S = 5.0
 TAIL_BYTES = 1 << 20
 MAX_LINES = 50
 
+AHEAD_S = 60.0
+"""A time that is further ahead is one of last year."""
+
 
 class Unreadable(RuntimeError):
     """The kernel's log cannot be read: why."""
@@ -39,7 +42,7 @@ def lines(since_s: float) -> tuple[str, ...]:
                 text = stream.read().decode(errors="replace")
         except OSError:
             continue
-        return of_syslog(text, time.time() - since_s)
+        return of_syslog(text, since_s, time.time())
     raise Unreadable(f"kernel log: dmesg: {reason}; and no file in /var/log can be read")
 
 
@@ -49,18 +52,29 @@ def of_dmesg(text: str, begin: float) -> tuple[str, ...]:
     return tuple(line for line, clock in found if float(clock) >= begin and TELLING.search(line))[-MAX_LINES:]
 
 
-def of_syslog(text: str, begin: float) -> tuple[str, ...]:
-    """Telling lines of the kernel from `begin` on, seconds since 1970; a line whose time is not understood is not."""
-    found = [line for line in text.splitlines() if " kernel: " in line and TELLING.search(line)]
-    return tuple(line for line in found if (when := _time(line)) is not None and when >= begin)[-MAX_LINES:]
+def of_syslog(text: str, since_s: float, now: float) -> tuple[str, ...]:
+    """Telling lines of the kernel of the `since_s` before `now`, seconds since 1970. A line whose time is not understood
+    is not one of them."""
+    found = [(_time(line, now), line) for line in text.splitlines() if " kernel: " in line and TELLING.search(line)]
+    return tuple(line for when, line in found if when is not None and when >= now - since_s)[-MAX_LINES:]
 
 
-def _time(line: str) -> float | None:
-    """The time at the beginning of a line of syslog, in its old form or in ISO 8601."""
-    year = datetime.now().year
-    for text, form in ((line.split(" ")[0], None), (f"{year} {line[:15]}", "%Y %b %d %H:%M:%S")):
-        try:
-            return (datetime.fromisoformat(text) if form is None else datetime.strptime(text, form)).timestamp()
-        except ValueError:
-            continue
-    return None
+def _time(line: str, now: float) -> float | None:
+    """The time at the beginning of a line of syslog, in ISO 8601 or in its old form.
+
+    The old form says neither the year nor which of two equal hours when clocks go back: it is the latest before `now`.
+    """
+    try:
+        return datetime.fromisoformat(line.split(" ")[0]).timestamp()
+    except ValueError:
+        this = datetime.fromtimestamp(now).year
+        found = [when for year in (this, this - 1) for when in _times(f"{year} {line[:15]}")]
+        return max((when for when in found if when <= now + AHEAD_S), default=None)
+
+
+def _times(text: str) -> list[float]:
+    try:
+        first = datetime.strptime(text, "%Y %b %d %H:%M:%S")
+    except ValueError:
+        return []
+    return [first.timestamp(), first.replace(fold=1).timestamp()]

@@ -7,6 +7,8 @@ import os
 import pickle
 import threading
 import time
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +237,43 @@ def test_telling_lines_of_syslog() -> None:
             "??? node kernel: I/O error",
         ]
     )
-    assert [line.rpartition("] ")[2] for line in kernel_log.of_syslog(text, now - 60)] == [
+    assert [line.rpartition("] ")[2] for line in kernel_log.of_syslog(text, 60, now)] == [
         "NVRM: Xid 79",
         "task python:12 blocked for more than 120 seconds",
     ]
+
+
+@pytest.fixture
+def zone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This process is in another time zone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", request.param)
+        time.tzset()
+        yield
+    time.tzset()
+
+
+BERLIN = "CET-1CEST,M3.5.0,M10.5.0/3"
+
+
+@pytest.mark.parametrize(
+    ("now", "zone", "old", "recent"),
+    [
+        ("2027-01-01T00:00:03+00:00", "UTC", "Dec 30 23:59:58", "Dec 31 23:59:58"),
+        ("2028-03-01T00:00:03+00:00", "UTC", "Feb 29 12:00:00", "Feb 29 23:59:58"),
+        ("2027-03-01T00:00:03+00:00", "UTC", "Feb 29 23:59:58", "Feb 28 23:59:58"),
+        ("2026-11-01T02:30:03+01:00", BERLIN, "Nov  1 01:30:00", "Nov  1 02:30:00"),
+        ("2026-10-25T02:30:03+01:00", BERLIN, "Oct 25 01:30:00", "Oct 25 02:30:00"),
+        ("2026-10-25T02:30:03+02:00", BERLIN, "Oct 25 01:30:00", "Oct 25 02:30:00"),
+    ],
+    ids=["another year", "leap day", "a day that was not", "plain", "second of two hours", "first of two hours"],
+    indirect=["zone"],
+)
+@pytest.mark.usefixtures("zone")
+def test_times_of_syslog_say_no_year_and_no_zone(now: str, old: str, recent: str) -> None:
+    text = "".join(f"{when} node kernel: [5.0] NVRM: Xid {when}\n" for when in (old, recent))
+    found = kernel_log.of_syslog(text, 60, datetime.fromisoformat(now).timestamp())
+    assert [line[:15] for line in found] == [recent]
 
 
 def test_a_kernel_log_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
