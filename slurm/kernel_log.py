@@ -53,8 +53,7 @@ def of_dmesg(text: str, begin: float) -> tuple[str, ...]:
 
 
 def of_syslog(text: str, since_s: float, now: float) -> tuple[str, ...]:
-    """Telling lines of the kernel of the `since_s` before `now`, seconds since 1970. A line whose time is not understood
-    is not one of them."""
+    """Telling lines of the kernel of the `since_s` before `now`, seconds since 1970, whose time is understood."""
     found = [(_time(line, now), line) for line in text.splitlines() if " kernel: " in line and TELLING.search(line)]
     return tuple(line for when, line in found if when is not None and when >= now - since_s)[-MAX_LINES:]
 
