@@ -43,11 +43,15 @@ WANTED: dict[type, str] = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Escapes every letter that cannot be printed; PyYAML alone turns U+0085 into a space on the way back."""
+    """Escapes every letter that cannot be printed; PyYAML alone turns U+0085 into a space on the way back.
+
+    Quotes what would be read as another value than text, as `1E5` or `none`: PyYAML knows YAML 1.1 only.
+    """
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    style = None if text.isprintable() else '"'
+    other = text in NULLS or any(pattern.fullmatch(text) for pattern, _ in _YAML12_NUMBERS)
+    style = None if text.isprintable() and not other else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -88,8 +88,18 @@ def test_yaml_comment_and_quotes(base: Path) -> None:
     assert (slurm.comment, slurm.account, slurm.qos, slurm.partition) == ("a", "a #b", "null", None)
 
 
+@pytest.mark.parametrize("word", sorted(compose.NULLS))
+def test_a_word_for_no_value_that_was_quoted_stays_text(base: Path, word: str) -> None:
+    base.write_text(f"{BASE}slurm:\n  qos: '{word}'\n")
+    config = load(base)
+    assert config.slurm.qos == word
+    assert with_changes(config, []) == config
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00")))
+@example("0E0")
+@example("0o17")
 def test_any_text_survives_override_and_file(text: str) -> None:
     start = Config(name=text, model=dataclasses.replace(Config().model, build={"a": {"b": [text]}}))
     start = dataclasses.replace(
