@@ -124,7 +124,8 @@ class Streamed(models.Root):
     """A root that holds what is trained and little else. model: of `load`, prepared; it moves to `device`.
 
     resident: how many blocks stay there. limit: bytes that the driver may say of this process; None: not asked.
-    recorder: of launches, for `stream.graphs`; by default of CUDA graphs.
+    recorder: of launches, for `stream.graphs`; by default of CUDA graphs. beside: bytes that the plan leaves to CUDA
+    besides torch's allocator.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Streamed(models.Root):
         resident: int,
         limit: int | None = None,
         recorder: graphs.Recorder | None = None,
+        beside: int = planner.CONTEXT,
     ) -> None:
         train = config.train
         super().__init__(
@@ -165,7 +167,8 @@ class Streamed(models.Root):
             config, self.anatomy.layers, store.layers, self._frozen, self.handle, width, self.dtype, device, recorder
         )
         self.pace: Pace | None = None
-        self.limit, self._told = limit, dict[str, float]()
+        self.limit, self._beside, self._told = limit, beside, dict[str, float]()
+        self._asked_after: int | None = None
         self._before, self._positions = (Figures(), Figures()), 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -191,8 +194,9 @@ class Streamed(models.Root):
         stream_blocks: blocks that were read. stream_visits: with which was computed. stream_bytes: read of blocks and
         head, stream_gb_s: per second of the update. stream_waited_s: in which the host waited for them. After
         `measure_pace`, stream_bound_s: the least time (see `Pace`), stream_share: that over the update's.
-        stream_driver_bytes: of this process's memory on a GPU, by the driver, after the first update, which has used
-        all that later ones use. Raises UserError where that is more than the budget.
+        stream_driver_bytes: of this process's memory on a GPU, by the driver: after the first update, which has used
+        all that later ones use but for recorded launches, and after each that has recorded some. Raises UserError where
+        that is more than the budget.
         """
         blocks, head = self._since()
         nbytes, positions, self._positions = blocks.nbytes + head.nbytes, self._positions, 0
@@ -206,9 +210,11 @@ class Streamed(models.Root):
         if self.pace is not None:
             least = self.pace.least_s(nbytes, positions)
             found |= {"stream_bound_s": least, "stream_share": least / seconds}
-        if self.limit is not None and self.source.device.type == "cuda":
-            self._told = within(self.limit, self.source.device)
-            self.limit = None
+        recorded = 0 if self.graphs is None else self.graphs.made
+        if self.limit is not None and self.source.device.type == "cuda" and recorded != self._asked_after:
+            self._told, self._asked_after = within(self.limit, self.source.device, self._beside), recorded
+            if not self._told:
+                self.limit = None  # it will not say later either
         return found | self._told
 
     def measure_pace(self, positions: int) -> Pace:
@@ -233,8 +239,9 @@ class Streamed(models.Root):
             yield memory
 
 
-def within(limit: int, device: torch.device) -> dict[str, float]:
-    """What the driver says of this process's memory. UserError where that is more than `limit` bytes.
+def within(limit: int, device: torch.device, beside: int) -> dict[str, float]:
+    """What the driver says of this process's memory. UserError where that is more than `limit` bytes, of which the plan
+    leaves `beside` to CUDA.
 
     Where it does not tell one process from another nothing is said: the allocator's limit and the plan hold all the
     same.
@@ -247,7 +254,7 @@ def within(limit: int, device: torch.device) -> dict[str, float]:
     if nbytes > limit:
         raise UserError(
             f"stream.budget_gib is {limit / GIB:g}, and by the driver this process uses {nbytes / GIB:.2f} GiB of the "
-            f"GPU: what CUDA takes beside torch's allocator is more here than the {planner.CONTEXT / GIB:.2f} GiB of "
+            f"GPU: what CUDA takes beside torch's allocator is more here than the {beside / GIB:.2f} GiB of "
             f"the plan; lower stream.budget_gib by {(nbytes - limit) / GIB:.2f}"
         )
     return {"stream_driver_bytes": nbytes}

@@ -130,13 +130,13 @@ class Case:
         self._come.add(key)
         return before
 
-    def repeat(self, key: Key, run: Callable[[], None], recorder: Recorder) -> None:
-        """What `run` does, recorded where that has not been done."""
+    def repeat(self, key: Key, run: Callable[[], None], graphs: Graphs) -> None:
+        """What `run` does, recorded by `graphs` where that has not been done."""
         if key not in self._recorded:
             kind, _, way = key
             if not any(kind is other and way is its for other, _, its in self._recorded):
-                recorder.make_room()
-            self._recorded[key] = recorder.record(run)
+                graphs.recorder.make_room()
+            self._recorded[key] = graphs.record(run)
         self._recorded[key]()
 
     def rise(self, block: Block, memory: Tensor) -> None:
@@ -187,7 +187,7 @@ class Play:
     def up(self, index: int, memory: Tensor, hidden: Tensor) -> Tensor:
         """Hidden states, [1, T, D], through block `index`, whose bytes are in `memory`."""
         case, block = self._case, self._begin(index, hidden)
-        case.repeat((block.kind, memory.data_ptr(), None), partial(case.rise, block, memory), self._graphs.recorder)
+        case.repeat((block.kind, memory.data_ptr(), None), partial(case.rise, block, memory), self._graphs)
         return case.out.clone()
 
     def down(self, index: int, memory: Tensor, hidden: Tensor, grad: Tensor, wanted: bool) -> Tensor | None:
@@ -195,7 +195,7 @@ class Play:
         case, block = self._case, self._begin(index, hidden)
         case.grad.copy_(grad)
         run = partial(case.fall, block, memory, wanted)
-        case.repeat((block.kind, memory.data_ptr(), wanted), run, self._graphs.recorder)
+        case.repeat((block.kind, memory.data_ptr(), wanted), run, self._graphs)
         block.adapters.add(block.kind.grads)
         return case.out.clone() if wanted else None
 
@@ -217,7 +217,8 @@ class Play:
 class Graphs:
     """The recordings of a model's blocks.
 
-    states: for the largest pack. layouts: of how many recordings are kept, those that came last.
+    states: for the largest pack. layouts: of how many recordings are kept, those that came last. made: recordings ever
+    made, also those that were given up since.
     """
 
     def __init__(
@@ -231,11 +232,17 @@ class Graphs:
         self.blocks, self.recorder, self._handle, self.states = blocks, recorder, handle, states
         self._layouts = layouts
         self._cases: dict[tuple[Any, ...], Case] = {}
+        self.made = 0
 
     @property
     def count(self) -> int:
-        """Recordings so far."""
+        """Recordings that are kept."""
         return sum(case.count for case in self._cases.values())
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """One more recording."""
+        self.made += 1
+        return self.recorder.record(run)
 
     def enter(self, layout: Layout, calls: Sequence[Arguments]) -> Play:
         """A pack's pass begins. calls: what each block is given besides hidden states."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from configs.errors import UserError
-from prefix_train import blame, gradients
+from prefix_train import blame, gradients, step
+from prefix_train.budget import GIB
 from prefix_train.collate import Batch
-from prefix_train.stream import fixed, graphs
+from prefix_train.stream import fixed, graphs, readings
 from prefix_train.stream.store import Store
 from tests import batches, streaming, tape
 
@@ -203,6 +205,42 @@ def test_after_a_pass_that_was_broken_off_the_next_is_whole(
     for parameter in both.whole.parameters.values():
         parameter.grad = None
     assert differences(both, 2) == []
+
+
+# What the driver says of them.
+
+
+def test_the_driver_is_asked_again_after_an_update_that_recorded(
+    hybrid: tuple[Any, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, store = hybrid
+    both = streaming.pair(made, store, options(torch.bfloat16), recorder=tape.Recorder())
+    root, asked, says = both.root, [0], [GIB]
+
+    def of_process(device: torch.device) -> int:
+        asked[0] += 1
+        return says[-1]
+
+    def update(given: Sequence[Batch]) -> tuple[int, int]:
+        """Recordings, and how often the driver had been asked."""
+        step.update(both.stream, 0, 0.0, given)
+        with monkeypatch.context() as patch:
+            patch.setattr(root, "source", SimpleNamespace(device=torch.device("cuda", 0)))
+            assert root.metrics(1.0)["stream_driver_bytes"] == says[-1]
+        assert root.graphs is not None
+        return root.graphs.made, asked[0]
+
+    monkeypatch.setattr(readings, "of_process", of_process)
+    root.limit = 2 * GIB
+    found = [(-1, 0), *(update(packs(made, GROUPS[:1])) for _ in range(4))]
+    steps = [(now[0] != before[0], now[1] - before[1]) for before, now in pairwise(found)]
+    assert steps[0] == (True, 1)
+    assert steps[-1] == (False, 0)
+    assert all(times == recorded for recorded, times in steps)
+    update(packs(made, GROUPS[1:]))  # its layouts' first pass, or part of it
+    says.append(3 * GIB)
+    with pytest.raises(UserError, match=r"stream\.budget_gib is 2, .* uses 3\.00 GiB .* more here than the 0\.84 GiB"):
+        update(packs(made, GROUPS[1:]))
 
 
 # Where there can be none.

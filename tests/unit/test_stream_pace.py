@@ -30,9 +30,12 @@ def test_the_least_time_is_the_longer_of_reading_and_computing() -> None:
 
 def test_more_than_the_budget_by_the_driver_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "of_process", lambda device: int(6.11 * GIB))
-    with pytest.raises(UserError, match=r"stream.budget_gib is 6, .* uses 6.11 GiB .* lower stream.budget_gib by 0.11"):
-        engine.within(6 * GIB, GPU)
-    assert engine.within(int(6.2 * GIB), GPU) == {"stream_driver_bytes": int(6.11 * GIB)}
+    with pytest.raises(
+        UserError,
+        match=r"stream.budget_gib is 6, .* uses 6.11 GiB .* the 0.90 GiB of .* lower stream.budget_gib by 0.11",
+    ):
+        engine.within(6 * GIB, GPU, int(0.9 * GIB))
+    assert engine.within(int(6.2 * GIB), GPU, GIB) == {"stream_driver_bytes": int(6.11 * GIB)}
 
 
 def test_a_driver_that_does_not_tell_is_said(
@@ -42,7 +45,7 @@ def test_a_driver_that_does_not_tell_is_said(
         raise readings.NoReading("nvidia-smi: no such file")
 
     monkeypatch.setattr(readings, "of_process", none)
-    assert engine.within(GIB, GPU) == {}
+    assert engine.within(GIB, GPU, GIB) == {}
     assert "the driver does not say what this process uses: nvidia-smi: no such file" in capsys.readouterr().out
 
 
