@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefix_train.layout import Group
+from prefix_train.groups import Group
 
 SUMS = torch.float64
 """Of the decays within a chunk: behind a few fast ones the sums are large, their differences and gradients small."""

@@ -145,7 +145,7 @@ def collate(
     images = [image for example, a, b in pieces for image in _images_within(example, a, b)]
     batch.grids = tuple(image.grid for image in images)
     batch.pixel_values = torch.from_numpy(np.concatenate([image.load() for image in images])) if images else None
-    batch.image_grid_thw = torch.tensor(batch.grids, dtype=torch.int64) if images else None
+    batch.image_grid_thw = torch.tensor(batch.grids, dtype=torch.int64, device="cpu") if images else None
     batch.targets = _targets(places, [alone[member] for member in pack.members], weights, dtype)
     batch.positions = batch.layout.total
     batch.logical = sum(len(place) for place in places)
@@ -247,13 +247,13 @@ def _fill_empty(batch: Batch, examples: Sequence[Example], dtype: torch.dtype) -
     """One text token, so that the model runs and issues its collectives, and nothing that has a loss."""
     some = examples[0]
     token = int(some.ids[np.argmax(some.keys >= 0)])
-    batch.input_ids = torch.tensor([[token]])
-    zeros = torch.zeros(len(some.position_ids), 1, dtype=torch.int64)
+    batch.input_ids = torch.tensor([[token]], device="cpu")
+    zeros = torch.zeros(len(some.position_ids), 1, dtype=torch.int64, device="cpu")
     batch.position_ids = zeros[:, None] if len(zeros) == 3 else zeros
     batch.layout = Layout.from_tree([1], [-1])
     batch.pixel_values, batch.image_grid_thw, batch.grids = None, None, ()
-    none = torch.zeros(0, dtype=torch.int64)
-    batch.targets = Targets(none, none, torch.zeros(0, dtype=dtype), none, none)
+    none = torch.zeros(0, dtype=torch.int64, device="cpu")
+    batch.targets = Targets(none, none, none.to(dtype), none, none)
     batch.positions, batch.logical = 0, 0
     return batch
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
-from prefix_train.layout import Group, History
+from prefix_train.groups import Group
+from prefix_train.layout import History
 
 CONV = "fla.modules.causal_conv1d"
 

@@ -14,22 +14,16 @@ from operator import index
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Ints = npt.NDArray[np.int64]
-
-CHUNK = 64
-"""Tokens that the delta rule computes at a time; flash-linear-attention's, which `Group.chunk_indices` is made for."""
+from prefix_train.groups import CHUNK as CHUNK
+from prefix_train.groups import GROUP, Group, Ints, chunk_indices, levels_of, ranges
 
 ALIGN = 2
 """Entries of 16 bytes, where each table on a device begins: Triton compiles a kernel anew for a pointer that is not
 so aligned."""
-
-GROUP = 128
-"""Segments of one recurrent call. Their states take 512 MiB at 64 heads of 128 x 128 in float32."""
 
 
 class Rectangle:
@@ -93,50 +87,6 @@ class History:
     cu_seqlens: Tensor
     cu_seqlens_cpu: Tensor
     chunk_indices: Tensor
-
-
-class Group:
-    """Up to GROUP segments of one depth, in buffer order: one call of a recurrent kernel.
-
-    segments: their indices. lengths: theirs. tokens: sum of lengths. stored: how many of them have children.
-    cu_seqlens: [n + 1], boundaries of the segments within the group's tokens; cu_seqlens_cpu: the same on the host.
-    chunk_indices: [chunks, 2], (segment, chunk) for chunks of CHUNK tokens.
-    parent_slot: [n], each segment's parent among the stored states of the depth above, ascending; empty for roots.
-    children: [m], how many of the group's segments are below each stored state of the depth above.
-    keep: [stored], which of the segments have children: their final states are stored, in this order.
-
-    For a padded batch, longest segment first: step i holds the i-th chunk of the active[i] segments that have one, in
-    chunks of `chunk` tokens.
-    by_length: [n], that order. slots: [tokens], place of each token among sum(active) * chunk.
-    keep_by_length: [stored], place of each kept segment in that order.
-    """
-
-    TABLES: ClassVar[tuple[str, ...]] = (
-        "cu_seqlens",
-        "chunk_indices",
-        "parent_slot",
-        "children",
-        "keep",
-        "by_length",
-        "slots",
-        "keep_by_length",
-    )
-
-    segments: tuple[int, ...]
-    lengths: tuple[int, ...]
-    tokens: int
-    stored: int
-    cu_seqlens: Tensor
-    cu_seqlens_cpu: Tensor
-    chunk_indices: Tensor
-    parent_slot: Tensor
-    children: Tensor
-    keep: Tensor
-    chunk: int
-    active: tuple[int, ...]
-    by_length: Tensor
-    slots: Tensor
-    keep_by_length: Tensor
 
 
 class Layout:
@@ -290,7 +240,7 @@ class Layout:
             before.append(before[parent] + self.lengths[parent] if parent >= 0 else 0)
         segment_of = np.repeat(np.arange(len(self.lengths)), self.lengths)
         self.segment_of = torch.from_numpy(segment_of)
-        self.positions = torch.from_numpy(_ranges(_array(before), _array(self.lengths)))
+        self.positions = torch.from_numpy(ranges(_array(before), _array(self.lengths)))
         self.visible_until = torch.from_numpy(_array(self.subtree_ends)[segment_of])
 
     def _build_blocks(self) -> None:
@@ -323,12 +273,13 @@ class Layout:
         origin, copies = np.unique(_array(copy_from), return_counts=True)
         history = History()
         history.rows = self.total + len(self.lengths) * warm_up
-        history.kept = torch.arange(self.total) + (self.segment_of + 1) * warm_up
+        token = torch.arange(self.total, device="cpu")
+        history.kept = token + (self.segment_of + 1) * warm_up
         history.copy_to = torch.from_numpy(_array(copy_to)[order])
         history.copy_from = torch.from_numpy(_array(copy_from)[order])
         history.origin, history.copies = torch.from_numpy(origin), torch.from_numpy(copies.astype(np.int64))
-        source = torch.full((history.rows,), -1)
-        source[history.kept] = torch.arange(self.total)
+        source = torch.full((history.rows,), -1, device="cpu")
+        source[history.kept] = token
         history.added = torch.nonzero(source < 0)[:, 0]
         source[history.copy_to] = history.copy_from
         history.blank = torch.nonzero(source < 0)[:, 0]
@@ -339,29 +290,14 @@ class Layout:
         history.absent = torch.searchsorted(history.added, history.blank)
         history.copied = torch.searchsorted(history.added, history.copy_to)
         history.cu_seqlens_cpu = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-        history.cu_seqlens, history.chunk_indices = history.cu_seqlens_cpu, torch.from_numpy(_chunk_indices(lengths))
+        history.cu_seqlens, history.chunk_indices = history.cu_seqlens_cpu, torch.from_numpy(chunk_indices(lengths))
         self.history = history
 
     def _build_levels(self, most: int) -> None:
-        lengths, parents, depths = _array(self.lengths), _array(self.parents), _array(self.depths)
-        has_children = np.zeros(len(lengths), dtype=bool)
-        has_children[parents[parents >= 0]] = True
-        slot = np.zeros(len(lengths), dtype=np.int64)
+        lengths, depths = _array(self.lengths), _array(self.depths)
         by_depth = np.argsort(depths, kind="stable")
-        levels = []
-        stored_above = 0
-        for segments in np.split(by_depth, np.flatnonzero(np.diff(depths[by_depth])) + 1):
-            kept = segments[has_children[segments]]
-            slot[kept] = np.arange(len(kept))
-            levels.append(
-                tuple(
-                    _make_group(part, lengths[part], has_children[part], slot[parents[part]], stored_above)
-                    for part in np.split(segments, range(most, len(segments), most))
-                )
-            )
-            stored_above = len(kept)
-        self.levels = tuple(levels)
-        order = _ranges(_array(self.starts)[by_depth], lengths[by_depth])
+        self.levels = levels_of(lengths, _array(self.parents), depths, by_depth, most)
+        order = ranges(_array(self.starts)[by_depth], lengths[by_depth])
         self.in_level_order = bool((np.diff(order) == 1).all())
         order = order[:0] if self.in_level_order else order
         inverse = np.empty_like(order)
@@ -371,50 +307,3 @@ class Layout:
 
 def _array(values: Sequence[int]) -> Ints:
     return np.array(values, dtype=np.int64)
-
-
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """start, start + 1, ... for each of the lengths, one after the other."""
-    offset = np.cumsum(lengths) - lengths
-    return np.repeat(starts - offset, lengths) + np.arange(lengths.sum())
-
-
-def _chunk_indices(lengths: Ints) -> Ints:
-    """[chunks, 2]: (segment, chunk) for chunks of CHUNK tokens."""
-    chunks = -(-lengths // CHUNK)
-    return np.stack([np.repeat(np.arange(len(lengths)), chunks), _ranges(np.zeros_like(chunks), chunks)], 1)
-
-
-def _make_group(
-    segments: Ints, lengths: Ints, has_children: npt.NDArray[np.bool_], parent_slot: Ints, stored_above: int
-) -> Group:
-    group = Group()
-    group.segments, group.lengths, group.tokens = tuple(segments.tolist()), tuple(lengths.tolist()), int(lengths.sum())
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    parent_slot = parent_slot[: len(segments) if stored_above else 0]
-    keep = np.flatnonzero(has_children)
-    group.stored = len(keep)
-    group.cu_seqlens_cpu = torch.from_numpy(cu_seqlens)
-    group.cu_seqlens = group.cu_seqlens_cpu
-    group.chunk_indices = torch.from_numpy(_chunk_indices(lengths))
-    group.parent_slot = torch.from_numpy(parent_slot)
-    group.children = torch.from_numpy(np.bincount(parent_slot, minlength=stored_above).astype(np.int64))
-    group.keep = torch.from_numpy(keep)
-    _pad_group(group, lengths, keep)
-    return group
-
-
-def _pad_group(group: Group, lengths: Ints, keep: Ints) -> None:
-    by_length = np.argsort(-lengths, kind="stable")
-    place = np.empty_like(by_length)
-    place[by_length] = np.arange(len(lengths))
-    group.chunk = min(CHUNK, int(lengths.max()))
-    steps = -(-lengths // group.chunk)
-    active = (steps > np.arange(steps.max())[:, None]).sum(1)
-    before = np.cumsum(active) - active
-    token = _ranges(np.zeros_like(lengths), lengths)
-    step, within = np.divmod(token, group.chunk)
-    slots = (before[step] + np.repeat(place, lengths)) * group.chunk + within
-    group.active = tuple(active.tolist())
-    group.by_length, group.slots = torch.from_numpy(by_length), torch.from_numpy(slots)
-    group.keep_by_length = torch.from_numpy(place[keep])

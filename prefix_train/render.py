@@ -72,10 +72,11 @@ class PositionIndex:
             if len(self._counting) < len(ids):
                 self._counting = np.arange(2 * len(ids), dtype=np.int64)
             return np.broadcast_to(self._counting[: len(ids)], (self.coordinates, len(ids)))
-        row = torch.tensor(ids)[None]
-        positions, _ = self._model.get_rope_index(
-            row, torch.eq(row, self._image_token).int(), image_grid_thw=torch.tensor(grids, dtype=torch.int64)
-        )
+        with torch.device("cpu"):
+            row = torch.tensor(ids)[None]
+            positions, _ = self._model.get_rope_index(
+                row, torch.eq(row, self._image_token).int(), image_grid_thw=torch.tensor(grids, dtype=torch.int64)
+            )
         return np.ascontiguousarray(positions[:, 0].numpy())
 
 

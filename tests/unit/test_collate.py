@@ -505,6 +505,27 @@ def test_a_plan_of_other_examples_is_an_error() -> None:
             collate(standalone(0, 4), [replace(example, target=np.array(target))], weights)
 
 
+@pytest.mark.parametrize("empty", [False, True], ids=["examples", "empty"])
+def test_a_batch_is_on_the_cpu_whatever_the_default_device(empty: bool) -> None:
+    forest = random_forest(6)
+    pack, weights = EMPTY if empty else forest.pack, EntryWeights("token", 1, 1)
+    expected = collate(pack, forest.examples, weights)
+    with torch.device("meta"):
+        batch = collate(pack, forest.examples, weights)
+    assert torch.equal(batch.input_ids, expected.input_ids)
+    assert torch.equal(batch.position_ids, expected.position_ids)
+    assert torch.equal(batch.layout.positions, expected.layout.positions)
+    for name in ("rows", "ids", "weights", "entry_example", "entry_target"):
+        assert torch.equal(getattr(batch.targets, name), getattr(expected.targets, name))
+    if not empty:
+        assert expected.pixel_values is not None
+        assert batch.pixel_values is not None
+        assert expected.image_grid_thw is not None
+        assert batch.image_grid_thw is not None
+        assert torch.equal(batch.pixel_values, expected.pixel_values)
+        assert torch.equal(batch.image_grid_thw, expected.image_grid_thw)
+
+
 def test_moving_a_batch_moves_all_of_it() -> None:
     forest = random_forest(6)
     batch = collate(forest.pack, forest.examples, EntryWeights("token", 1, 1))

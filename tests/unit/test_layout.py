@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefix_train.attention import tree_attention
 from prefix_train.deltanet import tree_conv, tree_delta_rule
-from prefix_train.layout import CHUNK, Layout
+from prefix_train.groups import CHUNK
+from prefix_train.layout import Layout
 from tests import trees
 
 LENGTHS = st.sampled_from((1, 2, 3, 4, 5, 63, 64, 65, 129))
@@ -219,6 +220,13 @@ def test_moving_keeps_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved is not layout
     assert all(torch.equal(a, b) for a, b in zip(tables(moved), tables(layout), strict=True))
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(tables(moved), tables(layout), strict=True) if a.numel())
+
+
+def test_tables_are_on_the_host_whatever_the_default_device() -> None:
+    expected = Layout.from_tree(*trees.FIVE_DEEP)
+    with torch.device("meta"):
+        layout = Layout.from_tree(*trees.FIVE_DEEP)
+    assert all(torch.equal(a, b) for a, b in zip(tables(layout), tables(expected), strict=True))
 
 
 def test_pickles() -> None:

@@ -338,6 +338,15 @@ def test_positions_of_standalone_examples_are_the_model_s(model: Any, folder: Pa
         check_positions(model, chats.renderer().render(random_row(draw), "d.jsonl:1", folder))
 
 
+def test_positions_are_the_same_whatever_the_default_device(folder: Path) -> None:
+    record = row([text("Look: "), picture("0.png"), text("What is it?")])
+    expected = chats.renderer().render(record, "d.jsonl:1", folder)
+    with torch.device("meta"):
+        example = chats.renderer().render(record, "d.jsonl:1", folder)
+    assert len(example.images) == 1
+    assert np.array_equal(example.position_ids, expected.position_ids)
+
+
 def test_r07_text_goes_on_after_the_largest_coordinate_of_the_image(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
