@@ -126,8 +126,9 @@ class Budget:
                 terms = sorted(self.at_most(place), key=lambda term: -term.bytes)[:3]  # type: ignore[arg-type]
                 largest = ", ".join(f"{term.name} {term.bytes / GIB:.1f}" for term in terms)
                 raise UserError(
-                    f"a pack of {self.shape.positions:,} positions needs {needed / GIB:.1f} GiB of {what}, which has "
-                    f"{there / GIB:.1f}: largest terms {largest}; lower pack.max_positions or change memory.offload"
+                    f"a pack of {counted(self.shape.positions, 'position')} needs {needed / GIB:.1f} GiB of {what}, "
+                    f"which has {there / GIB:.1f}: largest terms {largest}; lower pack.max_positions or change "
+                    "memory.offload"
                 )
 
 
@@ -215,7 +216,9 @@ def _layer_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]
         kept = Term("one layer recomputed", largest.kept, "gpu", what, "layer")
     else:
         everything = sum(found.kept for found in inside)
-        kept = Term("all layers' tensors", everything, "gpu", f"{geometry.layers} layers, nothing recomputed")
+        kept = Term(
+            "all layers' tensors", everything, "gpu", f"{counted(geometry.layers, 'layer')}, nothing recomputed"
+        )
     return [kept, Term("gradients in the layer", largest.made, "gpu", largest.what, "layer")]
 
 
@@ -310,8 +313,8 @@ def describe(budget: Budget, each: Literal["GPU", "rank"] = "GPU") -> str:
     """A budget as a table. each: what has a device's memory; a rank, where that is the machine's."""
     shape = budget.shape
     lines = [
-        f"a pack of {shape.positions:,} positions: {counted(shape.segments, 'segment')}, {shape.pairs:.3g} visible "
-        f"pairs, {counted(shape.rows, 'prediction row')}",
+        f"a pack of {counted(shape.positions, 'position')}: {counted(shape.segments, 'segment')}, {shape.pairs:.3g} "
+        f"visible pairs, {counted(shape.rows, 'prediction row')}",
         f"model FLOPs {budget.model_flops:.4g}, with recomputation {budget.hardware_flops:.4g}",
     ]
     for place, title in (("gpu", f"at most on each {each}"), ("host", "pinned on each node")):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.errors import UserError
+from configs.wording import counted
 
 KEYS = {
     "system": ("role", "content"),
@@ -164,7 +165,8 @@ def _with_images(messages: list[Any], images: Any, source: str) -> list[Any]:
         filled.append({**message, "content": [new.get(i, part) for i, part in enumerate(parts)]} if new else message)
     if used != len(images):
         raise UserError(
-            f"{source}: {len(images)} images for {used} parts of the type image that have none of their own"
+            f"{source}: {counted(len(images), 'image')} for {counted(used, 'part')} of the type image "
+            "without one of their own"
         )
     return filled
 

@@ -14,6 +14,7 @@ from configs import runfolder
 from configs.console import make_app, run
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train.arguments import Json, Overrides, RunFolder, Where, answer, positive, read
 from prefix_train.bench_cli import app as bench_app
 from prefix_train.compare.cli import compare_command
@@ -170,7 +171,8 @@ def tune_command(
 
     found = tune.tune(read(where, overrides), out)
     proof = tune.prove(where, overrides or [], Path(found["folder"]))
-    text = f"{found['folder']}: {len(found['kernels'])} kernels from {found['searches']} searches, {found['seconds']} s"
+    searched = f"{counted(len(found['kernels']), 'kernel')}, searched {counted(found['searches'], 'time')}"
+    text = f"{found['folder']}: {searched}, {found['seconds']} s"
     answer({**found, "proof": proof}, f"{text}\n{kernels.describe(proof)}", as_json)
     return 0 if proof["passed"] else 1
 

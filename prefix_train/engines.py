@@ -94,6 +94,6 @@ def _stream(model: nn.Module, config: Config, ranks: Ranks, images: bool, larges
     if ranks.device.type == "cuda":
         total = torch.cuda.get_device_properties(ranks.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (plan.limit - plan.beside) / total), ranks.device)
-    root = Streamed(model, config, store, ranks.device, images, plan.resident, plan.limit)
+    root = Streamed(model, config, store, ranks.device, images, plan.resident, plan.limit, beside=plan.beside)
     root.measure_pace(largest.positions)
     return root

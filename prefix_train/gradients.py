@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from configs.wording import counted
 from prefix_train.tensors import local
 
 
@@ -68,7 +69,7 @@ class Coverage:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise NothingLearned(
                 f"{len(missing)} of {len(self._names)} trainable tensors have had no gradient "
-                f"after {self._updates} updates: {shown}"
+                f"after {counted(self._updates, 'update')}: {shown}"
             )
 
     def _is_due(self, name: str) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from configs.errors import UserError
+from configs.wording import counted
 from prefix_train.pack_forward import takes_targets
 from prefix_train.packs import Packs
 
@@ -96,7 +97,7 @@ class PackCallback(TrainerCallback):
         if packs.per_rank != args.gradient_accumulation_steps:
             raise UserError(
                 f"TrainingArguments: gradient_accumulation_steps={args.gradient_accumulation_steps}: each process has "
-                f"{packs.per_rank} packs in an update; write gradient_accumulation_steps=packs.per_rank"
+                f"{counted(packs.per_rank, 'pack')} in an update; write gradient_accumulation_steps=packs.per_rank"
             )
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -109,7 +110,9 @@ def _packs(loader: Any, name: str, made_by: str, world: int) -> Packs:
     if not isinstance(packs, Packs):
         raise UserError(f"{name} is a {type(packs).__name__}; give what {made_by} returns")
     if packs.ranks != world:
-        raise UserError(f"{name} was planned for {packs.ranks} processes, not {world}; write {made_by}(ranks={world})")
+        raise UserError(
+            f"{name} was planned for {counted(packs.ranks, 'rank')}, not {world}; write {made_by}(ranks={world})"
+        )
     return packs
 
 

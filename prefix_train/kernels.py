@@ -25,6 +25,7 @@ import torch
 from configs import kernel_pins
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import budget, compiling, heads, lengths, trial
 from prefix_train.deltanet import resolve_kernels
 from prefix_train.geometry import Geometry, read_config
@@ -234,7 +235,10 @@ def judge_launches(
 
     listed: kernels that the pins name. cut_short: why not all of the job's kernels ran, if so. Pure.
     """
-    wrong = {**cut_short, **{kernel: f"searched {count} times" for kernel, count in sorted(launches.searches.items())}}
+    wrong = {
+        **cut_short,
+        **{kernel: f"searched {counted(count, 'time')}" for kernel, count in sorted(launches.searches.items())},
+    }
     # An autotuner of one configuration has nothing to search and needs no pin.
     launched = {name for name, autotuner in launches.autotuners.items() if name in listed or len(autotuner.configs) > 1}
     wrong |= dict.fromkeys(sorted(launched - listed - wrong.keys()), "launched, but not pinned")
@@ -258,6 +262,9 @@ def leave_what_a_pack_leaves(config: Config, geometry: Geometry, device: torch.d
 
 def describe(found: dict[str, Any]) -> str:
     """The proof for a person."""
-    lines = [found["said"], f"{len(found['launched'])} kernels that could search: {', '.join(found['launched'])}"]
+    lines = [
+        found["said"],
+        f"{counted(len(found['launched']), 'kernel')} that could search: {', '.join(found['launched'])}",
+    ]
     lines += [f"{kernel}: {why}" for kernel, why in found["problems"].items()]
     return "\n".join((*lines, "proved: none searched" if found["passed"] else "NOT proved"))

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import budget, shelf, unit
 from prefix_train.copies import Copier, Copy, copier_for
 from prefix_train.dist import Ranks
@@ -326,8 +327,8 @@ def describe(offload: Offload) -> str:
     chunks = offload.pool.size // budget.PINNED_CHUNK
     more = f" and middles of {offload.middles}" if offload.middles else ""
     return (
-        f"offload: inputs of {offload.count} layers{more} wait in {offload.pool.size / budget.GIB:.2f} GiB per rank, "
-        f"{chunks:,} chunks of {budget.PINNED_CHUNK / (1 << 20):g} MiB"
+        f"offload: inputs of {counted(offload.count, 'layer')}{more} wait in {offload.pool.size / budget.GIB:.2f} GiB "
+        f"per rank, {chunks:,} chunks of {budget.PINNED_CHUNK / (1 << 20):g} MiB"
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from configs.wording import counted
 from prefix_train import attention as attention_kernels
 from prefix_train import deltanet as deltanet_kernels
 from prefix_train import fused, inputs
@@ -74,7 +75,7 @@ class Mixer:
         if not isinstance(layout, Layout):
             raise NotExact(f"{self.name}: no layout reached this layer; what calls it dropped the keyword `layout`")
         if layout.total != length:
-            raise NotExact(f"{self.name}: the layout has {layout.total} tokens, this layer's input {length}")
+            raise NotExact(f"{self.name}: the layout has {counted(layout.total, 'token')}, this layer's input {length}")
         self.handle.reached[self.name] = layout
         return layout
 

@@ -320,7 +320,7 @@ def _streamed(line: Mapping[str, float]) -> str:
     if "stream_blocks" not in line:
         return ""
     share = f", {line['stream_share']:.0%} of the bound" if "stream_share" in line else ""
-    return f"  {line['stream_blocks']:.0f} blocks read, {line['stream_gb_s']:.1f} GB/s{share}"
+    return f"  {counted(round(line['stream_blocks']), 'block')} read, {line['stream_gb_s']:.1f} GB/s{share}"
 
 
 def _clock(seconds: float) -> str:

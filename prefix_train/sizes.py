@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.errors import UserError
+from configs.wording import counted
 
 Sizes = dict[str, Any]
 
@@ -148,7 +149,7 @@ def layer_types(model_type: str, sizes: Sizes) -> tuple[str, ...]:
         if name not in ("full_attention", "linear_attention"):
             raise UserError(f"layer_types[{layer}] is {name!r}: full_attention and linear_attention are understood")
     if len(types) != layers:
-        raise UserError(f"layer_types has {len(types)} entries for {layers} layers")
+        raise UserError(f"layer_types names {counted(len(types), 'layer')}, the model has {layers}")
     if model_type in WINDOW_OF_CONFIG and (window := sizes["sliding_window"]) is not None:
         raise UserError(
             f"sliding_window is {window}: a sliding window is not exact over a tree; for a model that does without "

@@ -20,6 +20,7 @@ from torch import nn
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import anatomy, biopsies, checkpoint, digits, dist, engines, gradients, kernels, offload, outcome
 from prefix_train.budget import Shape
 from prefix_train.dropout import counted_masks
@@ -277,7 +278,7 @@ class Life:
 
 def begins(plan: RunPlan) -> str:
     """What is begun, in one line: the plan's figures have been told when it was made."""
-    return f"begins: {plan.total:,} updates of the plan with sha256 {plan.epoch(0).digest[:16]}"
+    return f"begins: {counted(plan.total, 'update')} of the plan with sha256 {plan.epoch(0).digest[:16]}"
 
 
 def newest_checkpoint(run: Path) -> Path | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
+from configs.wording import counted
 from preflight.device import check_device
 from preflight.host import check_host
 from preflight.known_bad import check_known_bad
@@ -59,7 +60,9 @@ def check_torch(setting: Setting) -> list[Finding]:
         return [Finding("torch.backends", "broken", how, "see `python -m preflight.torch_facts`")]
     facts = answer.documents[-1]
     libraries, sizes = facts.pop("libraries"), facts.pop("bytes")
-    found = f"torch {facts['torch']}, {len(facts['devices'])} GPUs, gloo {facts['gloo']}, nccl {facts['nccl']}"
+    found = (
+        f"torch {facts['torch']}, {counted(len(facts['devices']), 'GPU')}, gloo {facts['gloo']}, nccl {facts['nccl']}"
+    )
     wrong = _torch_wrong(facts, setting.wants_gpus)
     backends = Finding("torch.backends", "fail", *wrong, facts) if wrong else _passed("torch.backends", found, facts)
     named = ", ".join(f"{name} {path}" for name, path in libraries.items()) or "none of CUDA, NCCL, network plugins"
@@ -72,7 +75,7 @@ def _torch_wrong(facts: dict[str, Any], gpus: int | None) -> tuple[str, str] | N
     if not facts["gloo"]:
         return "torch has no gloo", "install a torch with gloo"
     if gpus and len(facts["devices"]) < gpus:
-        return (f"torch sees {len(facts['devices'])} GPUs, {gpus} are wanted (slurm.gpus_per_node)",
+        return (f"torch sees {counted(len(facts['devices']), 'GPU')}, {gpus} wanted (slurm.gpus_per_node)",
                 "see the driver, CUDA_VISIBLE_DEVICES and torch's CUDA build")  # fmt: skip
     if gpus and not facts["nccl"]:
         return "torch has no NCCL", "install a torch with CUDA"

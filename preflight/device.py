@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from typing import Any
 
+from configs.wording import counted
 from preflight.programs import ask
 from preflight.setting import Setting
 from preflight.states import Finding
@@ -61,7 +62,9 @@ def _ask(setting: Setting, *question: str) -> str | Finding:
         answer = ask([SMI, *question], seconds)
     except FileNotFoundError:
         return _finding(
-            "fail", f"{setting.wants_gpus} GPUs are wanted, but there is no {SMI}", "install the driver here"
+            "fail",
+            f"{counted(setting.wants_gpus or 0, 'GPU')} wanted, but there is no {SMI}",
+            "install the driver here",
         )
     if answer.status is None:
         return _finding("silent", f"{SMI} did not answer in {seconds:.0f} s: driver stuck", "reboot this node")
@@ -94,7 +97,7 @@ def judge_gpus(gpus: list[list[str]], apps: list[list[str]], wanted: int | None)
     facts: dict[str, Any] = {"gpus": described, "compared": _compared(described)}
     findings = []
     if wanted is not None and len(gpus) < wanted:
-        findings.append(_finding("fail", f"{len(gpus)} GPUs are here, {wanted} are wanted (slurm.gpus_per_node)",
+        findings.append(_finding("fail", f"{counted(len(gpus), 'GPU')} here, {wanted} wanted (slurm.gpus_per_node)",
                                  "a GPU that fell off the bus comes back with a reboot", facts))  # fmt: skip
     lost = _unreadable(described)
     if lost:
@@ -104,7 +107,7 @@ def judge_gpus(gpus: list[list[str]], apps: list[list[str]], wanted: int | None)
         findings += _fitness(gpu, [row for row in apps if row[0] == gpu["uuid"]])
     if not any(finding.check == "device.gpus" for finding in findings):
         models = ", ".join(sorted({gpu["name"] for gpu in described})) or "none"
-        findings.insert(0, _finding("pass", f"{len(gpus)} GPUs: {models}", "", facts))
+        findings.insert(0, _finding("pass", f"{counted(len(gpus), 'GPU')}: {models}", "", facts))
     return findings
 
 

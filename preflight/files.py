@@ -9,6 +9,7 @@ from pathlib import Path
 
 from configs import runfolder
 from configs.schema import Config
+from configs.wording import counted
 from preflight.setting import Setting
 from preflight.states import Finding
 
@@ -79,4 +80,6 @@ def check_files(setting: Setting) -> Finding:
         return Finding("host.files", "pass", "no run folder, so no files to read")
     config = {runfolder.CONFIG: fingerprint(setting.folder / runfolder.CONFIG)}
     count = sum(len(files) for files in facts.values())
-    return Finding("host.files", "pass", f"{', '.join(paths)}: {count} files readable", "", {"files": facts | config})
+    return Finding(
+        "host.files", "pass", f"{', '.join(paths)}: {counted(count, 'file')} readable", "", {"files": facts | config}
+    )

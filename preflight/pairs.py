@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from configs.wording import counted
 from preflight.states import Finding
 
 SLOW = {"nccl": 0.5, "gloo": 0.25}
@@ -77,7 +78,7 @@ def judge_ranks(
     nodes = sorted({report.node for report in reports})
     reached = [step["gib_s"] for report in reports for step in report.stage("pair") if "gib_s" in step]
     speed = f", pairs of nodes reach {min(reached):.2f} to {max(reached):.2f} GiB/s" if reached else ""
-    passed = f"{world} ranks on {len(nodes)} node(s): right values over {_backend(reports)}{speed}"
+    passed = f"{counted(world, 'rank')} on {len(nodes)} node(s): right values over {_backend(reports)}{speed}"
     return [(nodes[0], Finding("collective.values", "pass", passed))]
 
 
@@ -134,7 +135,7 @@ def _stuck(reports: Sequence[RankReport]) -> list[tuple[str, Finding]]:
     behind = [report for report in reports if len(report.steps) == least]
     if least == most:
         ends = Counter(report.error or "no answer in time" for report in reports).most_common(1)[0][0]
-        said = f"all {len(reports)} ranks ended in {behind[0].at}: {ends}"
+        said = f"all of {counted(len(reports), 'rank')} ended in {behind[0].at}: {ends}"
         return [(THE_JOB, Finding("collective.values", "broken", said, NETWORK))]
     found = []
     for report in behind:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from configs import kernel_pins
 from configs.schema import ModelConfig
+from configs.wording import counted
 from preflight.programs import ask
 from preflight.setting import Setting
 from preflight.states import Finding
@@ -58,11 +59,15 @@ def judge_pins(pins: Path, gpu: str, versions: dict[str, str | None], mode: str 
     facts = {"folder": str(pins), "pinned": pinned, "not_pinned": why_not}
     if why_not:
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in why_not.items())
-        found = f"{reasons} ({len(pinned)} kernels are pinned in {pins})"
+        found = f"{reasons} ({counted(len(pinned), 'pinned kernel')} in {pins})"
         return Finding("pins.files", "fail", found, RETUNE, facts)
     facts["digest"] = kernel_pins.digest(pins)
     return Finding(
-        "pins.files", "pass", f"{len(pinned)} kernels pinned for {gpu}, Triton {versions['triton']}", "", facts
+        "pins.files",
+        "pass",
+        f"{counted(len(pinned), 'kernel')} pinned for {gpu}, Triton {versions['triton']}",
+        "",
+        facts,
     )
 
 
@@ -83,7 +88,7 @@ def check_proof(setting: Setting, findings: Sequence[Finding]) -> list[Finding]:
         ]
     found = answer.documents[-1]
     if found["passed"]:
-        return [Finding("pins.proof", "pass", f"{len(found['launched'])} kernels ran, none searched")]
+        return [Finding("pins.proof", "pass", f"{counted(len(found['launched']), 'kernel')} ran, none searched")]
     reasons = "; ".join(f"{kernel}: {why}" for kernel, why in found["problems"].items())
     return [Finding("pins.proof", "fail", reasons, RETUNE, {"launched": found["launched"]})]
 

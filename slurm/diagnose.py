@@ -19,6 +19,7 @@ from configs.compose import from_run
 from configs.console import make_app, print_json
 from configs.console import run as run_app
 from configs.errors import UserError
+from configs.wording import counted
 from prefix_train import heartbeat
 from prefix_train.heartbeat import Beat, End
 from slurm import alarms, archive, ending, evidence, life, presence, verdict
@@ -161,7 +162,7 @@ def _standing(run: Path, attempt: int, ends: Sequence[End]) -> str:
     if (run / runfolder.RESULT).exists():
         return f"nothing to explain: the run is complete; see {run / runfolder.RESULT}"
     if ends:
-        return f"nothing to explain: {len(ends)} ranks of life {attempt} ended well"
+        return f"nothing to explain: {counted(len(ends), 'rank')} of life {attempt} ended well"
     if not heartbeat.read(run):
         return f"nothing to explain yet: no rank has given a heartbeat in life {attempt}"
     return "no hang is known and no rank has ended; --now looks at the ranks of a run that is alive"
@@ -235,7 +236,7 @@ def main(
         packed, links = archive.write(run, archive_to, text, with_code)
         if links:
             print(f"left out, for they are links: {', '.join(links)}")
-        print(f"{len(packed)} files in {archive_to}; look into it before you pass it on")
+        print(f"{counted(len(packed), 'file')} in {archive_to}; look into it before you pass it on")
     if as_json:
         print_json({**found.document(), "archive": packed and str(archive_to)})
     return 0

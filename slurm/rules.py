@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
+from configs.wording import counted
 from slurm import causes, frames, memory, signs, unequal, wording
 from slurm.finding import Finding, Kind, Rule, Sure
 from slurm.views import Case, View
@@ -302,9 +303,8 @@ def unfinished(case: Case) -> Finding | None:
     nodes = tuple(dict.fromkeys(host for host, _ in hints))
     said = f"; {hints[0][0]} says: {hints[0][1].strip()}" if hints else ""
     advice = MEASURED
-    clause = (
-        f"all ranks are in the same collective and it does not finish: the network between {len(hosts)} nodes{said}"
-    )
+    between = f"the network between {counted(len(hosts), 'node')}"
+    clause = f"all ranks are in the same collective and it does not finish: {between}{said}"
     return Finding("network", (), clause, sure="medium" if hints else "low", nodes=nodes, advice=advice)
 
 
@@ -314,7 +314,8 @@ def cannot_tell(case: Case) -> Finding | None:
     if case.silent:
         clause = f"cannot tell: {wording.name(case.silent)} gave nothing"
         return Finding("unknown", (), clause, sure="low", advice=f"look at node {case.silent[0].host} by hand")
-    where = f"{len(case.waiting)} of {len(case.views)} ranks wait" if case.waiting else "no rank waits for another"
+    of = f"{len(case.waiting)} of {counted(len(case.views), 'rank')} waiting"
+    where = of if case.waiting else "no rank waits for another"
     xid = next((f"; {node.host} says: {line.strip()}" for node, line in case.kernel_log if signs.XID.search(line)), "")
     return Finding("unknown", (), f"cannot tell: {where}, and nothing says why{xid}", sure="low", advice=advice)
 

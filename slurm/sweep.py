@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from configs.errors import UserError
+from configs.wording import counted
 
 SHARED = re.compile(r"(slurm|preflight)\..*|cluster|run_root|name|data\.(train|prepare)")
 """Options that the one sbatch script of an array depends on."""
@@ -22,7 +23,7 @@ def combinations(sweeps: Sequence[str]) -> list[list[str]]:
     if len(set(keys)) < len(keys):
         raise UserError(f"--sweep: {max(keys, key=keys.count)} is given twice")
     if not 2 <= (number := math.prod(map(len, axes))) <= MOST:
-        raise UserError(f"--sweep: {number} runs; give between 2 and {MOST} (KEY=VALUE,VALUE,...)")
+        raise UserError(f"--sweep: {counted(number, 'run')}; give between 2 and {MOST} (KEY=VALUE,VALUE,...)")
     return [list(chosen) for chosen in itertools.product(*axes)]
 
 

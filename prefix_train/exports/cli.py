@@ -11,6 +11,7 @@ import typer
 from configs import runfolder
 from configs.console import print_json
 from configs.errors import UserError
+from configs.wording import counted
 from prefix_train.arguments import Json
 
 WEIGHTS = ("model", "store")
@@ -49,7 +50,7 @@ def export_command(
     merging = Merging("store" if weights == "store" else "model", dtype, int(shard_gb * 1e9)) if merged else None
     done = run.export_run(run_folder, out, merging)
     document: dict[str, Any] = asdict(done) | {"folder": str(done.folder)}
-    print(f"{done.folder}: {done.tensors} tensors, {done.parameters:,} parameters", flush=True)
+    print(f"{done.folder}: {counted(done.tensors, 'tensor')}, {done.parameters:,} parameters", flush=True)
     if check:
         return _check(done.folder, run_folder, examples, document, as_json)
     if as_json:

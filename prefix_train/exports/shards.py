@@ -17,6 +17,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from configs import runfolder
+from configs.wording import counted
 from prefix_train.stream.build import as_bytes
 from prefix_train.tensors import TensorError, sync
 
@@ -68,7 +69,9 @@ class Shards:
     def finish(self) -> None:
         """Write the index, where there are several files; wait for the disk. TensorError if a tensor is left."""
         if self._left:
-            raise TensorError(f"{self.folder}: {len(self._left)} tensors were not written, {min(self._left)} is one")
+            raise TensorError(
+                f"{self.folder}: {counted(len(self._left), 'tensor')} not written, {min(self._left)} is one"
+            )
         files = set(self.file_of.values())
         if len(files) > 1:
             size = sum(_size(like) for like in self.planned.values())

@@ -142,7 +142,7 @@ def bars(pack: Pack, tree: Tree, narrow: float, words_of: Callable[[int], str]) 
 
 def _one(pack: Pack, tree: Tree, segment: int, words: str) -> Bar:
     begin, end = tree.begin[segment], tree.own[segment]
-    said = f"{end - begin:,} tokens at positions {begin:,} to {end - 1:,}; {_examples(tree.examples[segment])}"
+    said = f"{counted(end - begin, 'token')} at positions {begin:,} to {end - 1:,}; {_examples(tree.examples[segment])}"
     return Bar(begin, end, tree.whole[segment], tree.depth[segment], said + (f"; {words}" if words else ""))
 
 

@@ -347,7 +347,7 @@ def _kernels(run: Run) -> str:
 def _trackers(run: Run) -> str:
     found = run.result.trackers if run.result else {}
     return "; ".join(
-        f"{name}: {one.taken:,} lines" + (f", {one.failed:,} NOT ({redact(one.error)})" if one.failed else "")
+        f"{name}: {counted(one.taken, 'line')}" + (f", {one.failed:,} NOT ({redact(one.error)})" if one.failed else "")
         for name, one in found.items()
     ) or NONE  # fmt: skip
 

@@ -24,6 +24,7 @@ from typing import Any
 from configs import compose
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import bench_rows
 from prefix_train.bench_pack import geometry_file, require_gpu
 from prefix_train.bench_rows import GATE
@@ -245,8 +246,8 @@ def parts(row: dict[str, Any]) -> str:
     if "kinds_s" in parts:
         kinds = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in parts["kinds_s"].items())
         text += f", its kernels {parts['kernels_s']:.2f} s in {parts['launches']:,} launches ({kinds})"
-    counted = ", ".join(f"{name} {count}" for name, count in row["allocator"].items() if count)
-    return text + (f"; torch's allocator in {len(row['warm_s'])} updates: {counted}" if counted else "")
+    told = ", ".join(f"{name} {count}" for name, count in row["allocator"].items() if count)
+    return text + (f"; torch's allocator in {counted(len(row['warm_s']), 'update')}: {told}" if told else "")
 
 
 def text(found: dict[str, Any]) -> str:

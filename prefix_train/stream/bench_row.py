@@ -23,6 +23,7 @@ import torch
 
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import anatomy, budget, engines, gradients, kernels
 from prefix_train.bench import random_examples, star
 from prefix_train.bench_measure import Watch, seconds
@@ -306,7 +307,7 @@ def faults(found: dict[str, Any]) -> list[str]:
     if found["adapters"]["before"] == found["adapters"]["after"]:
         said.append("the adapters did not change")
     if found["blocks_covered"] < found["blocks"]:
-        said.append(f"{found['blocks'] - found['blocks_covered']} blocks had no gradient")
+        said.append(f"{counted(found['blocks'] - found['blocks_covered'], 'block')} without a gradient")
     if not found.get("graphs", {"passed": True})["passed"]:
         said.append(f"gradients of recorded launches are {found['graphs']['gradient']:.1e} away from ordinary ones")
     budget_gib, peak = found["plan"]["budget_gib"], found["memory"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import anatomy, engines, gradients, lengths, step, verify
 from prefix_train import model as models
 from prefix_train.bench_gate import plain_torch
@@ -153,7 +154,7 @@ def run(config: Config, examples: int, device: torch.device, say: Callable[[str]
     alone = subject.alone(progress.part(subject.examples, "example"))
     progress.part(subject.packs, "pack")
     return [
-        Check("store", True, f"{len(subject.store.blocks)} files", "every byte as it was written"),
+        Check("store", True, counted(len(subject.store.blocks), "file"), "every byte as it was written"),
         *_same(halves),
         *(_near(name, half, alone, subject.config) for name, half in halves.items()),
         *_update(subject),
@@ -174,7 +175,9 @@ def _same(halves: dict[str, Half]) -> list[Check]:
     for name, mine in streamed:
         unlike = [key for key, tensor in theirs.gradients.items() if not torch.equal(tensor, mine.gradients[key])]
         equal = len(theirs.gradients) - len(unlike)
-        told = f"{equal} of {len(theirs.gradients)} gradients equal" + (f", {unlike[0]} is not" if unlike else "")
+        told = f"{equal} of {counted(len(theirs.gradients), 'gradient')} equal" + (
+            f", {unlike[0]} is not" if unlike else ""
+        )
         told += "" if mine.losses == theirs.losses else ", losses differ"
         passed = not unlike and mine.losses == theirs.losses
         found.append(Check(f"{name}: as the resident engine", passed, told, "equal to the bit"))
@@ -231,7 +234,7 @@ def _changes(before: dict[str, Tensor], now: dict[str, nn.Parameter], coverage: 
         Check(
             "the adapters change",
             hashes[0] != hashes[1] and not set(still) - set(waiting),
-            f"{hashes[0]} -> {hashes[1]}, {len(still)} tensors are the same",
+            f"{hashes[0]} -> {hashes[1]}, {counted(len(still), 'tensor')} the same",
             "another hash, every tensor",
         ),
     ]
@@ -263,7 +266,7 @@ def _memory(root: Streamed, plan: planner.Plan) -> Check:
     most, within = plan.needed, plan.fits
     told = f"{held:,} B in slots"
     if root.source.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(root.source.device) + planner.CONTEXT
+        peak = torch.cuda.max_memory_allocated(root.source.device) + plan.beside
         told += f", peak {peak:,} B"
         within &= peak <= plan.limit
     return Check("memory", held == planned and within, told, f"{planned:,} B in slots, {most:,} B in all")
@@ -277,7 +280,7 @@ def table(found: Sequence[Check]) -> str:
         for check in found
     ]
     failed = sum(not check.passed for check in found)
-    return "\n".join([*lines, f"{len(found) - failed} of {len(found)} checks passed"])
+    return "\n".join([*lines, f"{len(found) - failed} of {counted(len(found), 'check')} passed"])
 
 
 def summary(found: Sequence[Check]) -> dict[str, Any]:

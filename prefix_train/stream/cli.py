@@ -13,6 +13,7 @@ from configs import compose
 from configs.console import make_app, print_json
 from configs.errors import UserError
 from configs.schema import ModelConfig
+from configs.wording import counted
 from prefix_train.arguments import Json
 
 if TYPE_CHECKING:
@@ -135,5 +136,5 @@ def _summary(store: Store) -> dict[str, Any]:
 def _describe(found: dict[str, Any]) -> str:
     return (
         f"{found['store']}: {found['parameters']:,} parameters in {found['bytes']:,} bytes, of these "
-        f"{found['bytes_of_blocks']:,} in {found['blocks']} blocks, {found['seconds']} s"
+        f"{found['bytes_of_blocks']:,} in {counted(found['blocks'], 'block')}, {found['seconds']} s"
     )

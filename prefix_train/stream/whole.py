@@ -6,6 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from configs.wording import counted
 from prefix_train.stream.manifest import BlockFile
 from prefix_train.stream.store import Store
 
@@ -28,7 +29,7 @@ class Check:
         waited = time.monotonic() - asked
         nbytes = sum(block.nbytes for block in self._store.blocks)
         return (
-            f"store: {len(self._blocks)} files, {nbytes / 1e9:.2f} GB, every byte as it was written; "
+            f"store: {counted(len(self._blocks), 'file')}, {nbytes / 1e9:.2f} GB, every byte as it was written; "
             f"read in {took:.1f} s, of which the run waited {waited:.1f} s"
         )
 

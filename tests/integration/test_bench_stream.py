@@ -140,7 +140,7 @@ def test_a_row_that_learned_nothing_says_so(rows: dict[str, dict[str, Any]]) -> 
     said = bench_row.faults(wrong)
     assert [line.split(",")[0] for line in said] == [
         "the adapters did not change",
-        "1 blocks had no gradient",
+        "1 block without a gradient",
         "the driver reads 7.00 GiB",
         f"{peak['allocated_gib']:.2f} GiB were allocated at the peak",
     ]

@@ -187,13 +187,13 @@ def test_packs_that_do_not_fit_the_run_are_refused(model: nn.Module, tmp_path: P
     with train_packs(model):
         more = trainer_ranks.trainer(model, tmp_path, packs, gradient_accumulation_steps=2)
         with pytest.raises(
-            UserError, match=r"each process has 1 packs in an update; write gradient_acc.*packs.per_rank"
+            UserError, match=r"each process has 1 pack in an update; write gradient_acc.*packs.per_rank"
         ):
             more.train()
         for_two = packs_for(model, packs_per_update=2, ranks=2)
-        with pytest.raises(UserError, match="train_dataset was planned for 2 processes, not 1"):
+        with pytest.raises(UserError, match="train_dataset was planned for 2 ranks, not 1"):
             trainer_ranks.trainer(model, tmp_path, for_two).train()
-        with pytest.raises(UserError, match=r"eval_dataset was planned for 2 processes, not 1; write pack_heldout"):
+        with pytest.raises(UserError, match=r"eval_dataset was planned for 2 ranks, not 1; write pack_heldout"):
             trainer_ranks.trainer(model, tmp_path, packs, heldout=for_two).evaluate()
         rows = [dict(pack) for pack in packs]
         plain = trainer_ranks.trainer(model, tmp_path, packs)

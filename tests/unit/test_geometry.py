@@ -211,7 +211,7 @@ def test_a_built_model_has_its_tokenizer_s_vocabulary() -> None:
             {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32},
             r"layer_types\[0\] is 'sliding_attention'",
         ),
-        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "1 entries for 32 layers"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "names 1 layer, the model has 32"),
         ({"model_type": "mistral"}, "sliding_window is 4096: a sliding window is not exact over a tree"),
         ({"model_type": "olmo3"}, r"layer_types\[0\] is 'sliding_attention'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, r"layer_types\[28\] is 'sliding_attention'"),

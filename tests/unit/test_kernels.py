@@ -109,7 +109,7 @@ def launched(*names: str, choices: int = 2) -> dict[str, SimpleNamespace]:
         (launched("a", choices=1), {}, {"a"}, {}, {}),
         (launched("a", "b"), {"b": 2}, {"a", "b"}, {}, {"b": "searched 2 times"}),
         (launched("a", "b"), {}, {"a"}, {}, {"b": "launched, but not pinned"}),
-        (launched("a", "b"), {"b": 1}, {"a"}, {}, {"b": "searched 1 times"}),
+        (launched("a", "b"), {"b": 1}, {"a"}, {}, {"b": "searched 1 time"}),
         (launched("a"), {}, {"a", "b"}, {}, {"b": "pinned, but not launched: made for another set"}),
         (launched("a"), {}, {"a", "b"}, {"memory": "out of memory"}, {"memory": "out of memory"}),
     ],

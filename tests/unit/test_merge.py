@@ -301,7 +301,7 @@ def test_files_take_each_planned_tensor_once(tmp_path: Path) -> None:
     for name, tensor in (("b", like["b"]), ("c", like["b"]), ("a", like["b"]), ("a", torch.empty(2, 3))):
         with pytest.raises(TensorError, match="planned"):
             made.write(name, tensor)
-    with pytest.raises(TensorError, match="1 tensors were not written, a is one"):
+    with pytest.raises(TensorError, match="1 tensor not written, a is one"):
         made.finish()
     made.write("a", torch.arange(6.0).view(3, 2))
     made.finish()

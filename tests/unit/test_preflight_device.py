@@ -68,7 +68,7 @@ def test_a_field_that_the_gpu_does_not_have_is_healthy(said: str) -> None:
 def test_a_missing_gpu() -> None:
     (finding,) = device.judge_gpus([gpu()], [], 2)
     assert finding.state == "fail"
-    assert "1 GPUs are here, 2 are wanted" in finding.found
+    assert "1 GPU here, 2 wanted" in finding.found
 
 
 @pytest.mark.parametrize("name", device.ALIKE)
@@ -104,7 +104,7 @@ def test_gpus_at_rest_are_kept_for_later_readings(tmp_path: Path) -> None:
     answer = NodeReport("a node/1", tuple(device.judge_gpus(rows, [], 2)))
     runfolder.write_json(baseline.answer_path(tmp_path, 3, "a node/1"), answer.to_json())
     first, second = baseline.at_rest(tmp_path, 3, "a node/1")
-    assert first == baseline.AtRest(0, "GPU-1", 0.0, 1.0, 78.2, 345.0, 1980.0, 37.0)
+    assert first == baseline.AtRest(0, "GPU-1", 0.0, 1.0, 78.2, 345.0)
     assert (second.index, second.uuid, second.power_w) == (1, "GPU-2", None)
     assert baseline.at_rest(tmp_path, 2, "a node/1") == ()
 
@@ -143,7 +143,7 @@ def test_r38_fails_without_the_deadline(tmp_path: Path, monkeypatch: pytest.Monk
         ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9", "fail", "status 9"),
         ("echo 'Unable to determine the device handle for GPU1: Unknown Error' >&2; exit 255", "fail", "Unknown Error"),
         ("echo gibberish", "broken", "gibberish"),
-        ("exit 0", "fail", "0 GPUs are here"),
+        ("exit 0", "fail", "0 GPUs here"),
     ],
 )
 def test_a_failing_nvidia_smi(

@@ -46,7 +46,7 @@ def test_r39_a_config_file_is_missing(pins: Path) -> None:
     assert finding.state == "fail"
     assert finding.facts["pinned"] == ["causal_conv1d_fwd_kernel", "chunk_fwd_kernel_o"]
     assert finding.facts["not_pinned"] == {"l2norm_fwd_kernel": "file missing"}
-    assert "2 kernels are pinned" in finding.found
+    assert "2 pinned kernels" in finding.found
     assert finding.found.startswith("l2norm_fwd_kernel: file missing (")
 
 

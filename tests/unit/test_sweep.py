@@ -33,9 +33,9 @@ def test_commas_within_brackets_and_quotes_separate_nothing() -> None:
     [
         (["train.lr"], "write KEY=VALUE,VALUE,..."),
         (["=1,2"], "write KEY=VALUE,VALUE,..."),
-        (["train.lr=1"], "1 runs; give between 2 and 1000"),
-        (["seed=" + ",".join("0" * 40), "train.lr=" + ",".join("1" * 40)], "1600 runs"),
-        ([f"option{number}=" + ",".join("0" * 900) for number in range(9)], f"{900**9} runs"),
+        (["train.lr=1"], "1 run; give between 2 and 1000"),
+        (["seed=" + ",".join("0" * 40), "train.lr=" + ",".join("1" * 40)], "1,600 runs"),
+        ([f"option{number}=" + ",".join("0" * 900) for number in range(9)], f"{900**9:,} runs"),
         (["slurm.nodes=1,2"], "slurm.nodes is the same for all runs of a sweep"),
         ([" slurm.nodes =1,2"], "slurm.nodes is the same for all runs of a sweep"),
         (["seed=1,2", "seed =3,4"], "seed is given twice"),
