@@ -113,6 +113,7 @@ def _broken(config: Config) -> Iterator[str]:
     yield from _ranges(config)
     yield from _choices(config)
     yield from _memory(config)
+    yield from _elementwise(config)
     yield from _shape(config)
     yield from _masks(config)
     yield from _streaming(config)
@@ -187,11 +188,22 @@ def _memory(config: Config) -> Iterator[str]:
         )
 
 
+def _elementwise(config: Config) -> Iterator[str]:
+    """Kernels of norms and activations compute the layers that are recomputed in tiles."""
+    asked, memory = config.model.elementwise, config.memory
+    if asked in ("liger", "fused") and not (memory.recompute and memory.tile_rows):
+        off = "memory.tile_rows=0" if memory.recompute else "memory.recompute=false"
+        yield (
+            f"model.elementwise={asked} with {off}: these kernels compute layers that are recomputed in tiles; set "
+            "memory.recompute=true and memory.tile_rows=16384, or model.elementwise=auto"
+        )
+
+
 ON_ANY_DEVICE = {
     "model.attention": ("auto", "merged", "dense"),
     "model.deltanet": ("auto", "reference"),
     "model.elementwise": ("auto", "torch"),
-    "model.heads": ("torch",),
+    "model.heads": ("auto", "torch"),
 }
 """Kernels that need no GPU; of `auto` some are such."""
 

@@ -25,19 +25,28 @@ class ModelConfig:
     """Dtype of the frozen weights and of computing. Trainable parameters are float32 masters in either case."""
     attention: Literal["auto", "merged", "joined", "flex", "dense"] = "auto"
     """Kernels of tree attention: merged dense pieces, the same pieces joined in one pass (CUDA and Triton only),
-    FlexAttention (CUDA only), or the dense reference."""
+    FlexAttention (CUDA only), or the dense reference. `auto`, here and in the next three: what was measured to be
+    fastest, where that was measured: on GPUs of compute capability 9.0 (an H200), with weights that stay on them
+    (`engine: sharded`), and where it takes the model and its packages are installed. On GPUs otherwise what was there
+    before, on a CPU torch's own operations. For attention that is `joined`; `merged`; and where neither takes the model
+    (float32; heads over 256 or no multiple of 8) `flex`, `dense` for heads under 16. On a CPU `merged`. What was chosen
+    stands in `prefix-train budget` and, under `kernels`, in `result.json`; `tests/bench/LOG.md` has what was
+    measured."""
     deltanet: Literal["auto", "reference", "fla", "fla_segments", "fla_forest", "fla_cuda"] = "auto"
     """Kernels of Gated DeltaNet: the chunked reference, or flash-linear-attention's (CUDA only), and with these four
     ways to its convolution: over a buffer in which each segment follows a copy of what it reads before it; of each
     segment by itself (`fla_segments`); of the whole forest by a kernel of our own, without any copies, for widths up to
-    4 (`fla_forest`); or by causal-conv1d (`fla_cuda`). `tests/bench/LOG.md` has what was measured."""
+    4 (`fla_forest`); or by causal-conv1d (`fla_cuda`). `auto` (see `attention`): `fla_forest`; `fla` for wider
+    convolutions and elsewhere on GPUs; on a CPU `reference`."""
     elementwise: Literal["auto", "torch", "liger", "fused"] = "auto"
-    """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only); `auto`: Liger's where
-    it is installed. `fused`: Liger's, and one kernel each for a residual sum and its norm, for a norm's gradient and
-    the one that comes beside it, and for a gated norm."""
-    heads: Literal["torch", "fused"] = "torch"
+    """Norms and gated activations: transformers' own operations, or Liger's kernels (CUDA only). `fused`: Liger's, and
+    one kernel each for a residual sum and its norm, for a norm's gradient and the one that comes beside it, and for a
+    gated norm. Both need `memory.recompute` and `memory.tile_rows`. `auto` (see `attention`): `fused`; `liger` for OLMo
+    and elsewhere on GPUs; `torch` without Liger, without these two options, and on a CPU."""
+    heads: Literal["auto", "torch", "fused"] = "auto"
     """Norm, rotary embedding and output gate of attention's heads: transformers' own operations, or one kernel before
-    attention and one behind it (`fused`, CUDA and Triton only; models that it does not know are refused)."""
+    attention and one behind it (`fused`, CUDA and Triton only). `auto` (see `attention`): `fused`; `torch` for OLMo,
+    for heads over 256, and elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ class MemoryConfig:
     """Keep what attention has computed (output, and log-sum-exp, which joins what is computed in pieces), so that a
     layer's recomputation does not do it again: `none`; a number: in the last so many layers with attention; `auto`: in
     all. Gradients stay the same to the bit. In layers whose inputs wait in pinned host memory the output does too:
-    `prefix-train budget` shows how much. Needs `memory.recompute`; without effect where `model.attention` is neither
+    `prefix-train budget` shows how much. Needs `memory.recompute`; without effect where attention's kernels are neither
     `merged` nor `joined`."""
     keep_middle: str = "none"
     """Keep a layer's hidden states between its token mixer and its feed-forward as well as its input, so that each half

@@ -15,30 +15,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from configs.errors import UserError
-from prefix_train import joined, shelf
+from prefix_train import joined, kernel_choice, machine, shelf
 from prefix_train.flex import flex_attention
 from prefix_train.layer_bytes import head_groups
 from prefix_train.layout import Block, Layout, Rectangle
 from prefix_train.pieces import Triple, pieces_for, sum_heads
 
-KERNELS = ("merged", "joined", "flex", "dense")
 
+def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_size: int = 0) -> str:
+    """What `kernels`, `auto` or by name, means on `device` for inputs in `dtype`: see `kernel_choice.attention`.
 
-def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """What `kernels` (`auto`, `merged`, `joined`, `flex` or `dense`) means on `device` for inputs in `dtype`.
-
-    Merged pieces on CUDA are of 16 bits: `auto` means `flex` there for wider inputs. UserError for what cannot run.
+    head_size: 0, where it is not known. UserError for what cannot run.
     """
-    if kernels == "auto":
-        return "flex" if device.type == "cuda" and dtype.itemsize > 2 else "merged"
-    if kernels not in KERNELS:
-        raise UserError(f"attention kernels {kernels!r} are unknown: write auto, {', '.join(KERNELS)}")
-    if kernels in ("flex", "joined") and device.type != "cuda":
-        raise UserError(f"attention kernels {kernels!r} run on CUDA, not on {device.type}: set model.attention=merged")
-    if kernels == "joined" and not joined.available():
-        raise UserError(joined.WITHOUT_TRITON)
-    return kernels
+    return kernel_choice.attention(kernels, machine.model(dtype, head_size), machine.of(device))
 
 
 def tree_attention(
@@ -57,7 +46,7 @@ def tree_attention(
     if kernels == "flex":
         return flex_attention(query, key, value, layout, scale)
     if kernels not in ("merged", "joined"):
-        raise ValueError(f"attention kernels {kernels!r} are unknown: {', '.join(KERNELS)}")
+        raise ValueError(f"attention kernels {kernels!r} are unknown: {', '.join(kernel_choice.ATTENTION)}")
     out: Tensor = _Merged.apply(query, key, value, layout, scale, kernels == "joined")  # type: ignore[no-untyped-call]
     return out
 
@@ -172,11 +161,13 @@ class _Shares:
             rows = None if block.start is not None else block.rows
             for total, share in zip(sums, others, strict=True):
                 joined.add_heads(total, share, block.start, rows, more=False)
+            del others, share  # before the next piece takes as much
         for node in self.layout.rectangles:
             query, *others = self.of_rectangle(node)
             of_query.append(query)
             for total, share in zip(sums, others, strict=True):
                 joined.add_heads(total, share, node.col_start, None, more=True)
+            del others, share
         whole = of_query[0] if _single(self.layout) else joined.add(of_query, self.layout, self.query)
         return whole, sums[0].to(self.key.dtype), sums[1].to(self.value.dtype)
 

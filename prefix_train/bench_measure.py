@@ -20,7 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefix_train import anatomy, bench_gate, bench_kernels, budget, dropout, gradients, kernels, offload, outcome
+from prefix_train import (
+    anatomy,
+    bench_gate,
+    bench_kernels,
+    budget,
+    dropout,
+    gradients,
+    kernels,
+    machine,
+    offload,
+    outcome,
+)
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.bench_pack import Case
@@ -140,7 +151,7 @@ class Row:
     def predicted(self) -> dict[str, float]:
         """What `prefix-train budget` says before the run: the peak on the GPU, and pinned memory of the host."""
         largest = max(self.shapes(), key=lambda shape: shape.positions)
-        found = budget.predict(self.config, largest)
+        found = budget.predict(self.config, largest, machine.of(self.device))
         return {
             "predicted_peak_gib": found.total("gpu") / budget.GIB,
             "predicted_pinned_gib": found.total("host") / budget.GIB,

@@ -13,6 +13,7 @@ import prefix_train
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train import kernel_choice
 
 GATE = "gate"
 
@@ -42,13 +43,17 @@ def write(out: Path, found: dict[str, Any]) -> None:
 
 
 def gated(geometry: str, config: Config) -> dict[str, Any]:
-    """What a gate that has passed holds for: these sources, this torch, this model and adapter and its kernels."""
+    """What a gate that has passed holds for: these sources, this torch, this model and adapter and its kernels.
+
+    UserError as `kernel_choice.choose`, of this machine.
+    """
     sources = hashlib.sha256()
     for package in (configs, prefix_train):
         folder = Path(next(iter(package.__path__)))
         for path in sorted(folder.rglob("*.py")):
             sources.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    model = {name: value for name, value in asdict(config.model).items() if name != "build"}
+    settled = kernel_choice.settle(config, kernel_choice.here())
+    model = {name: value for name, value in asdict(settled.model).items() if name != "build"}
     memory = {name: value for name, value in asdict(config.memory).items() if name != "offload"}
     parts = {"model": model, "adapter": asdict(config.adapter), "memory": memory}
     return {"geometry": geometry, "sources": sources.hexdigest(), "torch": version("torch"), **parts}

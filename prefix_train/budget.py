@@ -13,7 +13,9 @@ from typing import Any, Literal
 from configs.errors import UserError
 from configs.schema import Config
 from configs.wording import counted
+from prefix_train import kernel_choice
 from prefix_train.geometry import Geometry, read_config
+from prefix_train.kernel_choice import Kernels, Machine
 from prefix_train.layer_bytes import ITEMSIZE as ITEMSIZE
 from prefix_train.layer_bytes import LayerBytes, adapted, keeps_middle
 from prefix_train.layer_bytes import kept_layers as kept_layers
@@ -26,6 +28,9 @@ GIB = 1 << 30
 
 PINNED_CHUNK = 64 << 20
 """Bytes in which offloaded tensors lie in pinned memory."""
+
+KEEPING = ("merged", "joined")
+"""Kernels of attention whose output `memory.keep_attention` keeps."""
 
 WHEN = {"always": "", "loss": "; only while the loss is computed", "layer": "; only in a layer's backward"}
 
@@ -100,10 +105,13 @@ class Term:
 
 @dataclass(frozen=True)
 class Budget:
-    """The terms of one configuration and one pack, and the FLOPs of an update's part that this pack is."""
+    """The terms of one configuration and one pack, computed by these kernels of that machine, and the FLOPs of an
+    update's part that this pack is."""
 
     geometry: Geometry
     shape: Shape
+    machine: Machine
+    kernels: Kernels
     terms: tuple[Term, ...]
     model_flops: int
     hardware_flops: int
@@ -132,9 +140,14 @@ class Budget:
                 )
 
 
-def predict(config: Config, shape: Shape | None = None) -> Budget:
-    """The budget of `config` for a pack of `shape`; none: one example as long as `pack.max_positions`."""
+def predict(config: Config, shape: Shape | None = None, machine: Machine | None = None) -> Budget:
+    """The budget of `config` for a pack of `shape`; none: one example as long as `pack.max_positions`.
+
+    machine: whose kernels count; none: that which the job is expected to run on. UserError as `kernel_choice.choose`.
+    """
     geometry = Geometry.of(read_config(config.model))
+    machine = machine or kernel_choice.expected(config)
+    kernels = kernel_choice.choose(config, machine, geometry)
     most = config.pack.max_positions
     shape = shape or Shape.of([most], [-1], most)
     adapters = 0
@@ -142,8 +155,8 @@ def predict(config: Config, shape: Shape | None = None) -> Budget:
         adapters = geometry.adapter_parameters(config.adapter.rank, config.adapter.targets)
     flops = model_flops(geometry, shape, config.train.trainable, adapters)
     again = recomputed_flops(geometry, shape) if config.memory.recompute else 0
-    terms = (*_weight_terms(config, geometry), *_activation_terms(config, geometry, shape))
-    return Budget(geometry, shape, terms, flops, flops + again)
+    terms = (*_weight_terms(config, geometry), *_activation_terms(config, kernels, geometry, shape))
+    return Budget(geometry, shape, machine, kernels, terms, flops, flops + again)
 
 
 def _weight_terms(config: Config, geometry: Geometry) -> list[Term]:
@@ -178,13 +191,13 @@ def _trained_shapes(config: Config, geometry: Geometry) -> list[tuple[int, int]]
     return [*shapes, *(geometry.merger_shapes if config.adapter.merger else [])]
 
 
-def _activation_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
+def _activation_terms(config: Config, kernels: Kernels, geometry: Geometry, shape: Shape) -> list[Term]:
     """What lies on a GPU beside weights while a pack runs, and what waits for its backward on the host."""
-    attention = _kept_attention(config, geometry, shape)
+    attention = _kept_attention(config, kernels, geometry, shape)
     return [
         *_stream_terms(config, geometry, shape),
         Term("attention kept", attention["gpu"], "gpu", "its output where it does not wait on the host; log-sum-exps"),
-        *_layer_terms(config, geometry, shape),
+        *_layer_terms(config, kernels, geometry, shape),
         *_loss_terms(config, geometry, shape),
         *_host_terms(config, geometry, shape, attention["host"]),
     ]
@@ -207,9 +220,9 @@ def _stream_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term
     ]
 
 
-def _layer_terms(config: Config, geometry: Geometry, shape: Shape) -> list[Term]:
+def _layer_terms(config: Config, kernels: Kernels, geometry: Geometry, shape: Shape) -> list[Term]:
     """What layers keep for their backward, of the largest alone where they are recomputed, and what it makes."""
-    inside = [LayerBytes.of(config, geometry, layer, shape) for layer in range(geometry.layers)]
+    inside = [LayerBytes.of(config, kernels, geometry, layer, shape) for layer in range(geometry.layers)]
     largest = max(inside, key=LayerBytes.total)
     if config.memory.recompute:
         what = f"layer {largest.layer}, {geometry.layer_types[largest.layer]}"
@@ -275,8 +288,10 @@ def _middles(config: Config, geometry: Geometry) -> dict[str, int]:
     return {"gpu": len(kept) - waiting, "host": waiting}
 
 
-def _kept_attention(config: Config, geometry: Geometry, shape: Shape) -> dict[str, int]:
+def _kept_attention(config: Config, kernels: Kernels, geometry: Geometry, shape: Shape) -> dict[str, int]:
     """Bytes of `memory.keep_attention`, where they wait; of a layer that stays the recomputed tensors count its own."""
+    if kernels.attention not in KEEPING:
+        return {"gpu": 0, "host": 0}
     layers = [layer for layer, kind in enumerate(geometry.layer_types) if kind == "full_attention"]
     kept = layers[len(layers) - kept_layers(config.memory.keep_attention, len(layers)) :]
     away = offloaded_layers(config.memory.offload, geometry.layers)
@@ -300,6 +315,7 @@ def summary(budget: Budget) -> dict[str, Any]:
     """A budget as JSON has it; bytes are bytes."""
     return {
         "shape": asdict(budget.shape),
+        "kernels": budget.kernels._asdict(),
         "parameters": budget.geometry.parameters,
         "terms": [asdict(term) for term in budget.terms],
         "gpu_bytes": budget.total("gpu"),
@@ -316,6 +332,7 @@ def describe(budget: Budget, each: Literal["GPU", "rank"] = "GPU") -> str:
         f"a pack of {counted(shape.positions, 'position')}: {counted(shape.segments, 'segment')}, {shape.pairs:.3g} "
         f"visible pairs, {counted(shape.rows, 'prediction row')}",
         f"model FLOPs {budget.model_flops:.4g}, with recomputation {budget.hardware_flops:.4g}",
+        f"kernels on {budget.machine}: {budget.kernels}",
     ]
     for place, title in (("gpu", f"at most on each {each}"), ("host", "pinned on each node")):
         unit, size = unit_of(budget.total(place))  # type: ignore[arg-type]

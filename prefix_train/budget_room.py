@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 
 from configs.schema import Config
 from configs.wording import counted
+from prefix_train import smi
 from prefix_train.budget_choices import RESERVE_OF_RANK, Room
-
-SMI = "nvidia-smi"
-DEADLINE_S = 20.0
-"""A healthy driver answers in a second or two, without persistence mode in up to ten."""
 
 ASSUMED = 80 * 10**9
 """Of a GPU that the job will have and this machine has not."""
@@ -35,12 +30,4 @@ def find(config: Config, gpu_gb: float | None, host_gb: float | None) -> Room:
 
 def smallest_gpu() -> int:
     """Bytes of the smallest GPU of this machine; 0 where there is none, or where its driver does not answer."""
-    if shutil.which(SMI) is None:
-        return 0
-    question = [SMI, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(question, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    except subprocess.TimeoutExpired:
-        return 0
-    sizes = [line.strip() for line in answer.stdout.splitlines()] if answer.returncode == 0 else []
-    return min((int(size) << 20 for size in sizes if size.isdecimal()), default=0)
+    return min((int(size) << 20 for size in smi.ask("memory.total") if size.isdecimal()), default=0)

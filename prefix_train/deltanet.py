@@ -13,32 +13,25 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from configs.errors import UserError
-from prefix_train import chunked, flash_linear, forest_conv
+from prefix_train import chunked, flash_linear, kernel_choice, machine
 from prefix_train.convolution import tree_conv, tree_conv_parts
-from prefix_train.layout import Group, Layout
+from prefix_train.groups import Group
+from prefix_train.kernel_choice import DELTANET as KERNELS
+from prefix_train.layout import Layout
 from prefix_train.sums import sum_runs
 
 __all__ = ["resolve_kernels", "tree_conv", "tree_conv_parts", "tree_delta_rule", "tree_delta_rule_parts"]
-
-KERNELS = ("reference", "fla", "fla_segments", "fla_forest", "fla_cuda")
-"""All but the first compute the recurrence alike and differ in the convolution."""
 
 MAX_STATE_BYTES = 512 * 2**20
 """Most that the gathered states of one recurrent call may take."""
 
 
-def resolve_kernels(kernels: str, device: torch.device) -> str:
-    """What `kernels` (`auto` or one of KERNELS) means on `device`; UserError where that cannot run."""
-    if kernels == "auto":
-        return "fla" if device.type == "cuda" else "reference"
-    if kernels not in KERNELS:
-        raise UserError(f"deltanet kernels {kernels!r} are unknown: write auto, {', '.join(KERNELS)}")
-    if kernels != "reference" and device.type != "cuda":
-        raise UserError(f"deltanet kernels {kernels!r} run on CUDA, not on {device.type}: set model.deltanet=reference")
-    if kernels == "fla_forest" and not forest_conv.available():
-        raise UserError(forest_conv.WITHOUT_TRITON)
-    return kernels
+def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, width: int = 0) -> str:
+    """What `kernels`, `auto` or by name, means on `device` for inputs in `dtype`: see `kernel_choice.deltanet`.
+
+    width: of the convolution; 0, where it is not known. UserError for what cannot run.
+    """
+    return kernel_choice.deltanet(kernels, machine.model(dtype, width=width), machine.of(device))
 
 
 def tree_delta_rule(
@@ -73,7 +66,7 @@ def tree_delta_rule_parts(
     if query.shape[:2] != (1, layout.total):
         raise ValueError(f"the layout has {layout.total} positions, but the delta rule got {tuple(query.shape[:2])}")
     _limit_states(key, value, layout)
-    if kernels in KERNELS[1:]:
+    if kernels in KERNELS[1:]:  # they differ in the convolution alone
         return _over_levels([query, key, value, g, beta], layout, flash_linear.delta_rule)
     if kernels != "reference":
         raise ValueError(f"deltanet kernels {kernels!r} are unknown: {', '.join(KERNELS)}")

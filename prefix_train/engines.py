@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from configs.errors import UserError
 from configs.schema import Config
+from prefix_train import machine, offload, shard
 from prefix_train import model as models
-from prefix_train import offload, shard
 from prefix_train.budget import Shape
 from prefix_train.dist import Ranks
 from prefix_train.offload import Offload
@@ -34,8 +34,9 @@ def load(config: Config, whole: bool = False) -> tuple[PreTrainedModel, Any]:
     return models.load(config.model)
 
 
-def prepare(model: PreTrainedModel, config: Config) -> nn.Module:
-    """The model that `load` gave, ready to be trained; see `model.prepare`."""
+def prepare(model: PreTrainedModel, config: Config, device: torch.device) -> nn.Module:
+    """The model that `load` gave, ready to be trained on `device`, where it is not yet; see `model.prepare`."""
+    config = machine.settle(config, device, model)
     return (engine.prepare if config.engine == "stream" else models.prepare)(model, config)
 
 

@@ -10,7 +10,6 @@ in a fixed order and rounded once, as every other row is. Nothing else is writte
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,17 +20,13 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
+from prefix_train.kernel_choice import WIDEST as WIDEST
 from prefix_train.layout import Layout
 
 ROWS = 64
 """Most rows of a tile."""
 
-WIDEST = 4
-"""Most rows that an output reads; a narrower convolution has taps of zero."""
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-WITHOUT_TRITON = "deltanet kernels 'fla_forest' need Triton: pip install triton, or set model.deltanet=reference"
 
 Ints = npt.NDArray[np.int32]
 
@@ -56,15 +51,8 @@ class Tables:
 _tables: WeakKeyDictionary[Layout, Tables] = WeakKeyDictionary()
 
 
-def available() -> bool:
-    """Is Triton installed?"""
-    return importlib.util.find_spec("triton") is not None
-
-
 def require(x: Tensor, width: int) -> None:
     """Raise UserError, naming it, for what the kernels do not take: inputs [T, C], a convolution of this width."""
-    if not available():
-        raise UserError(WITHOUT_TRITON)
     if x.dtype not in DTYPES or width > WIDEST:
         named = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise UserError(

@@ -1,13 +1,13 @@
-"""Norms and gated activations in one kernel each, through Liger, where the tensors are on CUDA and Liger is installed.
+"""Norms and gated activations in one kernel each, through Liger, where the tensors are on CUDA and that was chosen.
 
-Elsewhere the module's own forward runs, tile by tile. Liger's kernels search for nothing, so there is nothing to pin.
-With `model.elementwise=fused` norms are computed by `norms`, what they read or scale beside them in the same kernel.
+Elsewhere the module's own forward runs, tile by tile. `kernel_choice` has what `model.elementwise` means where.
+Liger's kernels search for nothing, so there is nothing to pin. With `fused` norms are computed by `norms`, what they
+read or scale beside them in the same kernel.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from configs.errors import UserError
 from prefix_train import norms
 
 ZERO_CENTRED = frozenset({"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"})
@@ -38,18 +37,6 @@ WITH_LIGER = ("liger", "fused")
 """What `model.elementwise` is where kernels of this module run; `fused` has Liger's gated activation."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def resolve(elementwise: str, device: torch.device) -> str:
-    """What `model.elementwise` (`auto`, `torch`, `liger`, `fused`) means on `device`. UserError for what cannot run."""
-    there = importlib.util.find_spec("liger_kernel") is not None
-    if elementwise == "auto":
-        return "liger" if there and device.type == "cuda" else "torch"
-    if elementwise in WITH_LIGER and device.type != "cuda":
-        raise UserError(f"model.elementwise={elementwise} runs on CUDA, not on {device.type}: set it to auto")
-    if elementwise in WITH_LIGER and not there:
-        raise UserError(f"model.elementwise={elementwise}: pip install liger-kernel, or set it to auto")
-    return elementwise
 
 
 class Norm:
@@ -116,7 +103,7 @@ def knows_activation(block: Any) -> bool:
 
 def runs(inputs: Tensor, elementwise: str) -> bool:
     """Do fused kernels compute these inputs?"""
-    return inputs.is_cuda and inputs.dtype in DTYPES and resolve(elementwise, inputs.device) in WITH_LIGER
+    return inputs.is_cuda and inputs.dtype in DTYPES and elementwise in WITH_LIGER
 
 
 def one_kernel(inputs: Tensor, elementwise: str) -> bool:

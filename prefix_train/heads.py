@@ -12,7 +12,6 @@ model's own modules write a tensor. Kernels in Triton.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -22,15 +21,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from configs.errors import UserError
-from prefix_train import fused
+from prefix_train import fused, kernel_choice, machine
 from prefix_train.families import NotExact, Parts
-
-LARGEST = 256
-"""Most elements of a head: a program holds it whole."""
+from prefix_train.kernel_choice import LARGEST_HEAD as LARGEST
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-WITHOUT_TRITON = "model.heads=fused needs Triton: pip install triton, or set model.heads=torch"
 
 
 class Kind(NamedTuple):
@@ -68,13 +63,9 @@ class Norm(NamedTuple):
         return cls(module.weight, float(module.eps if eps is None else eps), kind)
 
 
-def resolve(heads: str, device: torch.device) -> str:
-    """What `model.heads` (`torch` or `fused`) means on `device`. UserError for what cannot run."""
-    if heads == "fused" and device.type != "cuda":
-        raise UserError(f"model.heads=fused runs on CUDA, not on {device.type}: set model.heads=torch")
-    if heads == "fused" and importlib.util.find_spec("triton") is None:
-        raise UserError(WITHOUT_TRITON)
-    return heads
+def require(device: torch.device) -> None:
+    """UserError where these kernels do not run on `device`."""
+    kernel_choice.heads("fused", machine.model(DTYPES[0]), machine.of(device))
 
 
 def kinds(parts: Parts) -> dict[str, Kind]:

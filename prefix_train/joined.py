@@ -9,7 +9,6 @@ needs none. Offsets are 64 bits wide.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,17 +18,13 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
+from prefix_train.kernel_choice import LARGEST_HEAD as LARGEST
 from prefix_train.layout import Layout
 
 ROWS = 16
 """Rows of one program."""
 
-LARGEST = 256
-"""Most elements of a head: a program holds its rows whole."""
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-WITHOUT_TRITON = "attention kernels 'joined' need Triton: pip install triton, or set model.attention=merged"
 
 
 class Tables:
@@ -50,15 +45,8 @@ class Tables:
 _tables: WeakKeyDictionary[Layout, Tables] = WeakKeyDictionary()
 
 
-def available() -> bool:
-    """Is Triton installed?"""
-    return importlib.util.find_spec("triton") is not None
-
-
 def require(query: Tensor) -> None:
     """Raise UserError, naming it, for what the kernels do not take: query [1, Hq, T, D]."""
-    if not available():
-        raise UserError(WITHOUT_TRITON)
     size = query.shape[3]
     if query.dtype not in DTYPES or size > LARGEST:
         named = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)

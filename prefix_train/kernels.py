@@ -26,8 +26,7 @@ from configs import kernel_pins
 from configs.errors import UserError
 from configs.schema import Config
 from configs.wording import counted
-from prefix_train import budget, compiling, heads, lengths, trial
-from prefix_train.deltanet import resolve_kernels
+from prefix_train import budget, compiling, lengths, machine, trial
 from prefix_train.geometry import Geometry, read_config
 from prefix_train.layer_bytes import mixer_bytes
 from prefix_train.stream import planner
@@ -154,7 +153,7 @@ def watched() -> Iterator[Launches]:
 def searching_kernels(config: Config, device: torch.device) -> Geometry | None:
     """The model's sizes, where its layers run kernels that search; else None."""
     geometry = Geometry.of(read_config(config.model))
-    if not geometry.count("linear_attention") or resolve_kernels(config.model.deltanet, device) == "reference":
+    if not geometry.count("linear_attention") or machine.chosen(config, device, geometry).deltanet == "reference":
         return None
     return geometry
 
@@ -173,7 +172,7 @@ def compile_ahead(config: Config, device: torch.device) -> float:
     """
     geometry = searching_kernels(config, device)
     pinned = geometry is not None and "FLA_CONFIG_DIR" in os.environ
-    fused = heads.resolve(config.model.heads, device) == "fused"
+    fused = machine.chosen(config, device, geometry).heads == "fused"
     if not pinned and not fused:
         return 0.0
     began = time.monotonic()
@@ -192,8 +191,8 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
     An update of the model's distinct layers over a short pack, then the kernels that search in every length bucket,
     with the memory that the run's largest pack leaves.
 
-    Returns {passed, said, launched, searches, problems}. Must run in a process that has not imported `fla`. UserError
-    without CUDA: nothing would have been proved.
+    Returns {passed, said, launched, searches, problems, kernels}. Must run in a process that has not imported `fla`.
+    UserError without CUDA: nothing would have been proved.
     """
     if not torch.cuda.is_available():
         raise UserError("kernels are proved on the GPU that will run them: there is no CUDA device here")
@@ -201,7 +200,8 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
     device = torch.device("cuda", 0)
     geometry = searching_kernels(config, device)
     if geometry is None:
-        return {"passed": True, "said": said, "launched": [], "searches": {}, "problems": {}}
+        return {"passed": True, "said": said, "launched": [], "searches": {}, "problems": {},
+                "kernels": str(machine.chosen(config, device))}  # fmt: skip
     pins = pins or kernel_pins.folder(torch.cuda.get_device_name())
     wrong: dict[str, str] = {}
     compile_ahead(config, device)
@@ -217,10 +217,10 @@ def prove(config: Config, pins: Path | None = None) -> dict[str, Any]:
         except torch.OutOfMemoryError as error:
             wrong["memory"] = str(error).splitlines()[0]
     listed = set(kernel_pins.read_list(pins)["kernels"]) if (pins / kernel_pins.LIST).is_file() else set()
-    wanted = wanted_pins(listed, resolve_kernels(config.model.deltanet, device))
+    wanted = wanted_pins(listed, machine.chosen(config, device, geometry).deltanet)
     launched, problems = judge_launches(launches, wanted, wrong)
     return {"passed": not problems, "said": said, "launched": launched, "searches": dict(launches.searches),
-            "problems": problems}  # fmt: skip
+            "problems": problems, "kernels": str(machine.chosen(config, device, geometry))}  # fmt: skip
 
 
 def wanted_pins(listed: Set[str], deltanet: str) -> Set[str]:
@@ -253,7 +253,7 @@ def leave_what_a_pack_leaves(config: Config, geometry: Geometry, device: torch.d
     planned = lengths.exists(config) if config.data.train else False
     shape = lengths.largest_pack(config, lengths.load(config)) if planned else None
     plan = planner.make(config, shape) if config.engine == "stream" else None
-    found = budget.predict(config, shape) if plan is None else plan.budget
+    found = budget.predict(config, shape, machine.of(device)) if plan is None else plan.budget
     layer = mixer_bytes(geometry, "linear_attention", found.shape, budget.ITEMSIZE[config.model.dtype])
     total = torch.cuda.get_device_properties(device).total_memory
     left = (total if plan is None else plan.limit) - (found.total("gpu") - layer)

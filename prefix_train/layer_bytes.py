@@ -7,11 +7,11 @@ recurrence, or a gated activation, that is what counts.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 
 from configs.schema import AdapterConfig, Config
 from prefix_train.geometry import Geometry
+from prefix_train.kernel_choice import Kernels
 from prefix_train.shape import DELTA_CHUNK, Shape
 
 GATHERED_STATES = 512 << 20
@@ -156,7 +156,7 @@ class LayerBytes:
     what: str
 
     @classmethod
-    def of(cls, config: Config, geometry: Geometry, layer: int, shape: Shape) -> LayerBytes:
+    def of(cls, config: Config, kernels: Kernels, geometry: Geometry, layer: int, shape: Shape) -> LayerBytes:
         """The backward of the feed-forward comes first, while everything is still kept, then that of the mixer.
 
         With `memory.tile_rows` norms, adapters and feed-forward keep their inputs alone, which are there already. A
@@ -177,15 +177,15 @@ class LayerBytes:
                 tile = min(rows, positions)
                 if adapted(config):
                     gradient = one + feed_forward_tile_bytes(
-                        geometry, layer, tile, config.adapter, fuses(config), itemsize
+                        geometry, layer, tile, config.adapter, kernels.elementwise != "torch", itemsize
                     )
                 else:
                     gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
                     gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
                 gradient += sum(_adapter_bytes(config, geometry, layer, tile))
                 block = 2 * one
-        mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize, config.model.attention == "joined")
-        if kind != "full_attention" and in_plain_torch(config):
+        mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize, kernels.attention == "joined")
+        if kind != "full_attention" and kernels.deltanet == "reference":
             mixer -= mixer_bytes(geometry, kind, shape, itemsize) - 2 * one
             recurrence, mixer_gradient = reference_bytes(geometry, shape)
             mixer += recurrence
@@ -205,19 +205,6 @@ class LayerBytes:
 def _reads_hidden(geometry: Geometry, layer: int, adapter: AdapterConfig) -> bool:
     """Has a product of the layer's first norm an adapter, which needs its input in backward?"""
     return any(name in adapter.targets for name in geometry.linears(layer) if name not in OTHER_INPUTS)
-
-
-def fuses(config: Config) -> bool:
-    """Is a gated activation one kernel, Liger's, on the device that the run is made for?"""
-    asked = config.model.elementwise
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    return asked in ("liger", "fused") or (asked == "auto" and config.slurm.gpus_per_node > 0 and installed)
-
-
-def in_plain_torch(config: Config) -> bool:
-    """Does plain torch compute the recurrence, as it does without a GPU?"""
-    asked = config.model.deltanet
-    return asked == "reference" or (asked == "auto" and config.slurm.gpus_per_node == 0)
 
 
 def tile_rows(config: Config) -> int:

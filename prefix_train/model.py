@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from configs.errors import UserError
 from configs.modelpath import from_pretrained_arguments, is_gguf, locate
 from configs.schema import Config, ModelConfig
-from prefix_train import adapters, anatomy, gguf_config, patch, precision, tiles, tiny, unit
+from prefix_train import adapters, anatomy, gguf_config, machine, patch, precision, tiles, tiny, unit
 from prefix_train.embedding import embed
 from prefix_train.loss import target_losses
 
@@ -142,10 +142,14 @@ def adapt(model: PreTrainedModel, config: Config) -> nn.Module:
 
 
 def make_ready(adapted: nn.Module, config: Config) -> None:
-    """Let `adapted`, in eval mode, compute packs: shared prefixes, and recomputation owned by one path."""
+    """Let `adapted`, in eval mode, compute packs: shared prefixes, and recomputation owned by one path.
+
+    Kernels that `config` leaves to `auto` are chosen for the device that `adapted` is on now.
+    """
     found = anatomy.find(adapted)
     unit.refuse_other_recomputation(found.base)
     refuse_running_dropout(adapted)
+    config = machine.settle(config, next(adapted.parameters()).device, found.base)
     patch.install(adapted, config.model.attention, config.model.deltanet, config.model.heads)
     unit.install(found, config.memory.recompute)
     unit.keep_middle(found, config.memory.keep_middle)

@@ -21,7 +21,7 @@ from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config
 from configs.wording import counted
-from prefix_train import anatomy, attention, deltanet, engines, evaluate, export, fused, heads, precision, verify
+from prefix_train import anatomy, engines, evaluate, export, machine, precision, verify
 from prefix_train import model as models
 from prefix_train.dist import Ranks
 from prefix_train.evaluate import Scored
@@ -150,10 +150,7 @@ def kernels(config: Config, device: torch.device, masks: str | None = None) -> d
     fast = is_flash_linear_attention_available() and device.type == "cuda"
     return {
         **({} if masks is None else {"adapter_masks": masks}),
-        "attention": attention.resolve_kernels(config.model.attention, device, models.DTYPES[config.model.dtype]),
-        "elementwise": fused.resolve(config.model.elementwise, device),
-        "heads": heads.resolve(config.model.heads, device),
-        "deltanet": deltanet.resolve_kernels(config.model.deltanet, device),
+        **machine.chosen(config, device)._asdict(),
         "standalone_deltanet": "flash-linear-attention" if fast else "transformers' torch reference",
     }
 

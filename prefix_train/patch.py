@@ -274,7 +274,8 @@ def tree_attention_forward(
         raise NotExact(f"{mixer.name}: a mask, dropout or a sliding window was asked for in attention")
     if mixer.handle.probing:
         return query.transpose(1, 2), None
-    kernels = attention_kernels.resolve_kernels(mixer.handle.attention, query.device, query.dtype)
+    given = (query.device, query.dtype, query.shape[3])
+    kernels = attention_kernels.resolve_kernels(mixer.handle.attention, *given)
     return attention_kernels.tree_attention(query, key, value, tree, scaling, kernels), None
 
 
@@ -298,7 +299,7 @@ def _attention_forward(
     if cache is not None:
         raise NotExact(f"{mixer.name}: a cache was asked for")
     assert position_embeddings is not None
-    heads_kernels.resolve(mixer.handle.heads, hidden_states.device)
+    heads_kernels.require(hidden_states.device)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         how: dict[str, Any] = {"scaling": module.scaling, "mixer": mixer, **given}
@@ -331,7 +332,8 @@ def _delta_net_forward(
     kind = mixer.handle.parts.family.delta_net
     assert kind is not None
     mixed, z, beta, a = kind.project(module, hidden_states)
-    kernels = deltanet_kernels.resolve_kernels(mixer.handle.deltanet, hidden_states.device)
+    given = (mixed.device, mixed.dtype, tree.width)
+    kernels = deltanet_kernels.resolve_kernels(mixer.handle.deltanet, *given)
     weight, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     sizes = (module.key_dim, module.key_dim, module.value_dim)
     parts = deltanet_kernels.tree_conv_parts(mixed.squeeze(0), weight, bias, tree, sizes, kernels=kernels)

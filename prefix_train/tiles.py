@@ -40,9 +40,9 @@ def install(found: Anatomy, rows: int, elementwise: str = "torch") -> None:
     Where the weights are frozen, `frozen` computes linear modules and feed-forwards, and `together` those of a mixer
     that read the same rows; else they are `Tiled`.
 
-    rows: positions of a tile, a multiple of dropout.BLOCK; norms of heads get as many elements. elementwise: see
-    `fused.resolve`. Raises ValueError where `rows` is no such multiple, and where a layer is not recomputed: tiles are
-    computed again in backward.
+    rows: positions of a tile, a multiple of dropout.BLOCK; norms of heads get as many elements. elementwise: one of
+    `kernel_choice.ELEMENTWISE`. Raises ValueError where `rows` is no such multiple, and where a layer is not
+    recomputed: tiles are computed again in backward.
     """
     if rows % dropout.BLOCK:
         raise ValueError(f"tiles of {rows} rows are no multiple of {dropout.BLOCK}")

@@ -21,7 +21,19 @@ from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config
 from configs.wording import counted
-from prefix_train import anatomy, biopsies, checkpoint, digits, dist, engines, gradients, kernels, offload, outcome
+from prefix_train import (
+    anatomy,
+    biopsies,
+    checkpoint,
+    digits,
+    dist,
+    engines,
+    gradients,
+    kernels,
+    machine,
+    offload,
+    outcome,
+)
 from prefix_train.budget import Shape
 from prefix_train.dropout import counted_masks
 from prefix_train.feed import Feed, load_agreed, shape_of
@@ -83,7 +95,7 @@ def ready_kernels(config: Config, ranks: dist.Ranks, beat: Heartbeat) -> None:
     seconds = kernels.compile_ahead(config, ranks.device)
     beat.phase("load")
     if ranks.rank == 0:
-        print(f"{pinned}; compiled in {seconds:.0f} s", flush=True)
+        print(f"{pinned}; compiled in {seconds:.0f} s; {machine.chosen(config, ranks.device)}", flush=True)
 
 
 class StopRequest:
@@ -114,7 +126,7 @@ class Life:
         self.metrics = self.heldout.metrics(run / runfolder.METRIC_FILES, config, ranks) if self.heldout else []
         self.skipped = [*examples.skipped, *(self.heldout.skipped if self.heldout else [])]
         images = self.feed.images or bool(self.heldout and self.heldout.images)
-        self.model = ranks.together(lambda: engines.prepare(model, config))
+        self.model = ranks.together(lambda: engines.prepare(model, config, ranks.device))
         # Before the pace is measured: both read the disk.
         checked = None if check is None else ranks.together(check.wait)
         self.root, self.offload = engines.make_root(self.model, config, ranks, images, self._largest_pack())

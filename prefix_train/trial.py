@@ -10,15 +10,16 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from configs.schema import Config
-from prefix_train import anatomy, gradients, heads
+from prefix_train import anatomy, gradients, heads, machine
 from prefix_train import model as models
 from prefix_train.bench import random_examples, star
 from prefix_train.collate import collate, entry_weights
-from prefix_train.deltanet import resolve_kernels, tree_conv_parts, tree_delta_rule
+from prefix_train.deltanet import tree_conv_parts, tree_delta_rule
 from prefix_train.dist import Ranks
 from prefix_train.families import find_parts
 from prefix_train.geometry import Geometry
-from prefix_train.layout import CHUNK, Layout
+from prefix_train.groups import CHUNK
+from prefix_train.layout import Layout
 from prefix_train.step import Stepper, update
 
 SHARE = 2 * CHUNK
@@ -43,7 +44,7 @@ def delta_net(config: Config, geometry: Geometry, tokens: int, device: torch.dev
     weight = torch.randn(sum(of_parts), layout.width, dtype=dtype, device=device) / layout.width
     weight.requires_grad_(config.train.trainable == "all")
     mixed = torch.randn(tokens, sum(of_parts), dtype=dtype, device=device, requires_grad=True)
-    kernels = resolve_kernels(config.model.deltanet, device)
+    kernels = machine.chosen(config, device, geometry).deltanet
     parts = tree_conv_parts(mixed, weight, None, layout, of_parts, kernels=kernels)
     query, key = (part.reshape(1, tokens, heads, width) for part in parts[:2])
     value = parts[2].reshape(1, tokens, value_heads, value_width)

@@ -88,7 +88,8 @@ def check_proof(setting: Setting, findings: Sequence[Finding]) -> list[Finding]:
         ]
     found = answer.documents[-1]
     if found["passed"]:
-        return [Finding("pins.proof", "pass", f"{counted(len(found['launched']), 'kernel')} ran, none searched")]
+        ran, facts = counted(len(found["launched"]), "kernel"), {"kernels": found.get("kernels")}
+        return [Finding("pins.proof", "pass", f"{ran} ran, none searched", "", facts)]
     reasons = "; ".join(f"{kernel}: {why}" for kernel, why in found["problems"].items())
     return [Finding("pins.proof", "fail", reasons, RETUNE, {"launched": found["launched"]})]
 

@@ -19,11 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from configs.schema import Config
-from prefix_train import anatomy, attention, fused, model, patch, unit
+from prefix_train import anatomy, attention, fused, heads, joined, machine, model, norms, patch, unit
 from prefix_train.layout import Layout
 from prefix_train.offload import Inputs
 from prefix_train.pieces import CudaPieces
 from prefix_train.stream import walk
+from tests import machines
 from tests.live_bytes import LiveBytes
 
 aten = torch.ops.aten
@@ -100,6 +101,47 @@ def liger(module: str, function: str) -> Callable[..., Any]:
     }[function]
 
 
+def rotate(x: Tensor, *_: Any) -> Tensor:
+    """In place of `heads_triton`'s."""
+    count, heads, size = x.shape
+    return x.new_empty(heads, count, size).transpose(0, 1)
+
+
+HEADS: dict[str, Callable[..., Any]] = {
+    "rotate": rotate,
+    "rotate_back": lambda *_: None,
+    "gate": lambda x, gate: x.new_empty(len(x), x.shape[1] * x.shape[2]),
+    "gate_back": lambda grad, x, gate: x.new_empty(x.shape),
+}
+"""Of `heads`, weights of norms frozen."""
+
+
+class Norms:
+    """Of `norms`, weights frozen."""
+
+    @staticmethod
+    def rows(hidden: Tensor, added: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Total, normed and a scale for each row."""
+        scales = hidden.new_empty(hidden.numel() // hidden.shape[-1], dtype=torch.float32)
+        return hidden if added is None else torch.empty_like(hidden), torch.empty_like(hidden), scales
+
+    @staticmethod
+    def rows_backward(of_total: Tensor, of_normed: Tensor, total: Tensor, *_: Any) -> tuple[Tensor, None]:
+        """Gradient of what was summed."""
+        return torch.empty_like(total), None
+
+
+def join(parts: Sequence[Tensor], lses: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+    """In place of `joined`'s."""
+    heads, size = parts[0].shape[1], parts[0].shape[3]
+    out = parts[0].new_empty(1, layout.total, heads, size)
+    return out, torch.empty(1, heads, layout.total, dtype=torch.float32, device=out.device)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What writes into what is there."""
+
+
 @contextmanager
 def kernels(cudnn: bool = True, fuses: bool = True) -> Iterator[None]:
     """A GPU's kernels on the meta device. cudnn: its attention, else FlashAttention's. fuses: is Liger there?"""
@@ -112,9 +154,15 @@ def kernels(cudnn: bool = True, fuses: bool = True) -> Iterator[None]:
 
     # Functions, for a mock would keep the tensors that it is called with.
     with (
+        mock.patch.object(machine, "of", return_value=machines.H200),
         mock.patch.object(attention, "pieces_for", pieces_for),
         mock.patch.object(fused, "runs", runs),
         mock.patch.object(fused, "_liger", liger),
+        mock.patch.object(heads, "_kernels", HEADS.__getitem__),
+        mock.patch.object(norms, "_kernels", return_value=Norms),
+        mock.patch.object(joined, "join", join),
+        mock.patch.object(joined, "add", lambda parts, layout, like: torch.empty_like(like)),
+        mock.patch.object(joined, "add_heads", nothing),
     ):
         yield
 

@@ -9,7 +9,7 @@ import torch
 
 from configs.schema import ModelConfig
 
-KERNELS = ModelConfig(attention="dense", deltanet="reference", elementwise="torch")
+KERNELS = ModelConfig(attention="dense", deltanet="reference", elementwise="torch", heads="torch")
 """Plain torch, which adds up in a fixed order where it is told to."""
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

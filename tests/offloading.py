@@ -121,7 +121,7 @@ def trained(
         pack=PackConfig(max_positions=max(pack.positions for pack in packs)),
     )
     dtype = next(base.parameters()).dtype
-    prepared = model.prepare(base, config)
+    prepared = model.prepare(base.to(device), config)
     with torch.no_grad():
         for name, parameter in anatomy.trainable(prepared).items():
             if "lora_B" in name:

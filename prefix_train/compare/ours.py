@@ -25,7 +25,7 @@ class Ours:
         pack = standalone(0, len(example.ids))
         self.batch = collate(pack, [example], entry_weights("example", [int(example.target.sum())]))
         config = replace(config, pack=replace(config.pack, max_positions=pack.positions))
-        model = engines.prepare(engines.load(config)[0], config)
+        model = engines.prepare(engines.load(config)[0], config, device)
         shape = Shape.of(pack.lengths, pack.parents, len(self.batch.targets.rows))
         root, _ = engines.make_root(model, config, ranks, False, shape)
         assert isinstance(root, Streamed)

@@ -114,7 +114,7 @@ class Running:
     def __init__(self, row: Row, device: torch.device, watch: Watch, found: dict[str, Any]) -> None:
         config, ranks = row.config, Ranks(0, 1, device, None)
         with watch.phase("model and adapters"):
-            model = engines.prepare(engines.load(config)[0], config)
+            model = engines.prepare(engines.load(config)[0], config, device)
         with watch.phase("the plan less a tenth"):
             found["refused"] = refused(model, row, ranks, found["plan"])
         with watch.phase("blocks that stay, slots, pinned memory"), contextlib.redirect_stdout(sys.stderr):

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from configs.schema import Config
 from configs.wording import counted
-from prefix_train import anatomy, engines, gradients, lengths, step, verify
+from prefix_train import anatomy, engines, gradients, lengths, machine, step, verify
 from prefix_train import model as models
 from prefix_train.bench_gate import plain_torch
 from prefix_train.collate import Batch, collate, entry_weights
@@ -65,7 +65,7 @@ class Subject:
     @classmethod
     def of(cls, config: Config, examples: int, device: torch.device) -> Subject:
         """The first examples of the run's held-out data, or of its training data. UserError as in training."""
-        config = replace(config, adapter=replace(config.adapter, dropout=0.0))
+        config = machine.settle(replace(config, adapter=replace(config.adapter, dropout=0.0)), device)
         _, processor = engines.load(config)
         renderer = Renderer(processor, models.skeleton(config.model).config, targets=config.data.targets)
         most = lengths.longest_accepted(config)

@@ -42,8 +42,15 @@ from configs.nodefolder import private_folder
 PERIOD = Path(__file__).parents[1] / "data" / "period-27b.yaml"
 PAIR = ("slurm.tasks_per_node=2", "slurm.gpus_per_node=2", "pack.packs_per_update=2")
 GPU_TESTS = "tests/gpu"
-NEWEST = ("model.attention=joined", "model.deltanet=fla_forest", "adapter.masks=counted", "model.heads=fused")
-"""Kernels that are not the default before they have been measured."""
+NEWEST = (
+    *("model.attention=joined", "model.deltanet=fla_forest", "adapter.masks=counted", "model.heads=fused"),
+    "model.elementwise=fused",
+)
+OLDER = (
+    *("model.attention=merged", "model.deltanet=fla", "adapter.masks=drawn", "model.heads=torch"),
+    "model.elementwise=liger",
+)
+"""Kernels that a visit measures, and those that each takes the place of."""
 WAITING = ("memory.offload=auto", "memory.keep_attention=auto")
 CLOCKS = ("nvidia-smi", "--query-gpu=timestamp,index,clocks.sm,power.draw,clocks_event_reasons.active",
           "--format=csv,noheader", "-lms", "500")  # fmt: skip
@@ -250,7 +257,8 @@ def settings(visit: Visit) -> None:
     """GPU 0: the longest pack. GPU 1: what each of the newest kernels is worth, in four layers."""
     long = ("--row", "packed", "--prefix", "96000", "--continuations", "160x1000", "--warm", "1", "--no-profile")
     four = ("--row", "packed", "--layers", "4", "--warm", "2", "--no-profile")
-    without = {"none": (), **{name.split("=")[0]: tuple(set(NEWEST) - {name}) for name in NEWEST}}
+    pairs = zip(NEWEST, OLDER, strict=True)
+    without = {"none": OLDER, **{new.split("=")[0]: (*(set(NEWEST) - {new}), old) for new, old in pairs}}
     visit.stage(
         [Part("long", bench(visit, "pack", "pack", *long, *WAITING, *NEWEST), 550, "0")],
         [

@@ -118,12 +118,18 @@ def root_of(
 ) -> model.Root:
     """A fresh model on CUDA, ready to be trained: adapters and merger where `adapter` is given, else all of it."""
     config = Config(
-        model=ModelConfig(attention=attention, deltanet=deltanet),  # type: ignore[arg-type]
+        model=ModelConfig(
+            dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            attention=attention,  # type: ignore[arg-type]
+            deltanet=deltanet,  # type: ignore[arg-type]
+            elementwise="liger" if recompute else "torch",
+            heads="torch",
+        ),
         train=TrainConfig(trainable="adapter" if adapter else "all"),
         adapter=AdapterConfig(**adapter),
         memory=MemoryConfig(recompute=recompute),
     )
-    prepared = model.prepare(copy.deepcopy(base(dtype, draw)[0]), config)
+    prepared = model.prepare(copy.deepcopy(base(dtype, draw)[0]).cuda(), config)
     return model.Root(prepared, dtype, chunk_rows=64, images=images).cuda()
 
 
@@ -153,7 +159,7 @@ def loss_error(half: Half, wanted: Half) -> float:
     return sum(abs(half.losses[index] - loss) for index, loss in wanted.losses.items()) / len(wanted.losses)
 
 
-@pytest.mark.parametrize("attention", ["auto", "joined", "flex"])
+@pytest.mark.parametrize("attention", ["merged", "joined", "flex"])
 def test_bfloat16_is_as_close_as_standalone(folder: Path, attention: str) -> None:
     """Over several draws of the weights: in a single one a few roundings decide which side is closer."""
     pytest.importorskip("fla")
@@ -174,7 +180,7 @@ def bfloat16(folder: Path, attention: str | None, draw: int) -> Half:
     """Packs, or with attention None the examples alone."""
     if attention is None:
         return standalone(folder, torch.bfloat16, draw)
-    return packed(folder, torch.bfloat16, attention, "auto", draw=draw)
+    return packed(folder, torch.bfloat16, attention, "fla", draw=draw)
 
 
 def root_mean_square(errors: Sequence[float]) -> float:
@@ -208,7 +214,7 @@ def test_updates_of_adapters_with_dropout(folder: Path) -> None:
     pytest.importorskip("fla")
     batches, first, runs = batches_of(examples(folder, "both"), 200), [], []
     for recompute in (False, True):
-        root = root_of(torch.bfloat16, "auto", "auto", images=True, recompute=recompute, rank=4, dropout=0.3)
+        root = root_of(torch.bfloat16, "merged", "fla", images=True, recompute=recompute, rank=4, dropout=0.3)
         runs.append(trainer(root, 2e-3))
         step.update(runs[-1], 0, 0.0, batches)
         first.append(Half({}, taken(runs[-1])))
@@ -227,7 +233,7 @@ def test_no_layer_waits_for_the_device(folder: Path, attention: str, monkeypatch
     """Whole decoder layers, forward and recomputed, and the whole backward; with a pack that is new to them."""
     pytest.importorskip("fla")
     found = examples(folder, "neither")
-    root = root_of(torch.bfloat16, attention, "auto", images=False, rank=4, dropout=0.3)
+    root = root_of(torch.bfloat16, attention, "fla", images=False, rank=4, dropout=0.3)
     root(batches_of(found, 4096)[0].to("cuda"), draw="0").loss.backward()
     run, inside = unit.UnitForward._run, []
 
@@ -277,6 +283,6 @@ def test_float32_through_flash_linear_attention(folder: Path) -> None:
     """Its products round to TF32, in packs as in transformers' model."""
     pytest.importorskip("fla")
     wanted, alone = truth(folder, torch.float32), standalone(folder, torch.float32)
-    found = packed(folder, torch.float32, "auto", "auto")
+    found = packed(folder, torch.float32, "auto", "fla")
     print("packed", whole_error(found, wanted), "standalone", whole_error(alone, wanted))
     assert whole_error(found, wanted) <= 1.2 * whole_error(alone, wanted)

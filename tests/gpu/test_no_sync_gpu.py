@@ -62,7 +62,7 @@ def strictly() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def after_a_first_pack(attention: str, offloaded: str, deltanet: str = "auto") -> Trained:
+def after_a_first_pack(attention: str, offloaded: str, deltanet: str = "fla") -> Trained:
     """What is compiled or searched for once has been."""
     packs = [new_pack()]
     run = trained(
@@ -70,7 +70,7 @@ def after_a_first_pack(attention: str, offloaded: str, deltanet: str = "auto") -
         packs,
         offloaded,
         device="cuda",
-        kernels=ModelConfig(attention=attention, deltanet=deltanet),  # type: ignore[arg-type]
+        kernels=ModelConfig(attention=attention, deltanet=deltanet, elementwise="liger", heads="torch"),  # type: ignore[arg-type]
         rank=4,
         dropout=0.3,
     )
@@ -138,7 +138,7 @@ def test_tables_that_are_not_passed_on_are_read_from_the_device(monkeypatch: pyt
 
 
 def test_a_planted_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = after_a_first_pack("merged", "auto")
+    run = after_a_first_pack("merged", "auto", "fla")
     layer = run.stepper.root.anatomy.layers[0]
     layer.mlp.register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):

@@ -11,9 +11,9 @@ from torch import Tensor
 from configs import compose
 from configs.errors import UserError
 from configs.schema import AdapterConfig, Config, ModelConfig, TrainConfig
-from prefix_train import anatomy, bench_pack, dropout, heads, model, patch, trial
+from prefix_train import anatomy, bench_pack, dropout, heads, machine, model, patch, trial
 from prefix_train.families import NotExact
-from tests import batches, models
+from tests import batches, machines, models
 from tests.head_oracle import SHAPES, all_ways, drawn, error, norm_of, ours, tables
 
 
@@ -95,7 +95,8 @@ def worst(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels run here."""
-    monkeypatch.setattr(heads, "resolve", lambda how, device: how)
+    monkeypatch.setattr(heads, "require", lambda device: None)
+    monkeypatch.setattr(machine, "settle", machines.with_heads)
     monkeypatch.setattr(dropout, "BLOCK", 4)
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from configs.errors import UserError
-from prefix_train import chunked, deltanet, forest_conv
+from prefix_train import chunked, deltanet
 from prefix_train.deltanet import resolve_kernels, tree_conv, tree_delta_rule
-from prefix_train.layout import Group, Layout
+from prefix_train.groups import Group
+from prefix_train.layout import Layout
 from tests import trees
 from tests.alone import (
     CHANNELS,
@@ -287,17 +288,16 @@ def test_r02_fails_without_fix(mix: Mixer, leaks: str) -> None:
     assert changes_elsewhere(mix, layout, conv, rule, torch.bfloat16, 2)
 
 
-def test_resolve_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_kernels() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert (resolve_kernels("auto", cpu), resolve_kernels("auto", cuda)) == ("reference", "fla")
+    assert resolve_kernels("auto", cpu) == "reference"
     assert resolve_kernels("reference", cuda) == "reference"
     with pytest.raises(UserError, match="'fla' run on CUDA, not on cpu"):
         resolve_kernels("fla", cpu)
     with pytest.raises(UserError, match="'fla_forest' run on CUDA, not on cpu"):
         resolve_kernels("fla_forest", cpu)
-    monkeypatch.setattr(forest_conv, "available", lambda: False)
-    with pytest.raises(UserError, match="'fla_forest' need Triton"):
-        resolve_kernels("fla_forest", cuda)
+    with pytest.raises(UserError, match=r"'fla_forest' take .* not bfloat16 and 5: set model\.deltanet=fla"):
+        resolve_kernels("fla_forest", cuda, width=5)
     with pytest.raises(UserError, match=r"'torch' are unknown: .* fla, fla_segments, fla_forest, fla_cuda"):
         resolve_kernels("torch", cpu)
 

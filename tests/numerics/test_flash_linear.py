@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
-from prefix_train import deltanet, flash_linear, trial
+from prefix_train import deltanet, flash_linear, kernel_choice, machine, trial
 from prefix_train.deltanet import tree_conv, tree_conv_parts, tree_delta_rule
 from prefix_train.geometry import Geometry, read_config
-from prefix_train.layout import CHUNK, Layout
+from prefix_train.groups import CHUNK
+from prefix_train.layout import Layout
 from tests import trees
 from tests.alone import (
     CHANNELS,
@@ -178,8 +179,9 @@ def test_a_trial_launches_the_convolutions_of_a_model(monkeypatch: pytest.Monkey
     """Kernels are searched, pinned and compiled by the channels that they are given."""
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, dtype="float32", build=TINY))
     monkeypatch.setattr(flash_linear, "_import", stand_in)
-    for module in (deltanet, trial):
-        monkeypatch.setattr(module, "resolve_kernels", lambda *_: "fla_segments")
+    chosen = kernel_choice.Kernels("merged", "fla_segments", "torch", "torch")
+    monkeypatch.setattr(deltanet, "resolve_kernels", lambda *_: chosen.deltanet)
+    monkeypatch.setattr(machine, "chosen", lambda *_: chosen)
     given, convolve = list[int](), flash_linear.convolve_segments
 
     def spied(x: Tensor, *more: Any) -> Tensor:

@@ -37,11 +37,11 @@ from prefix_train.budget import (
     visible_pairs,
 )
 from prefix_train.geometry import Geometry
+from prefix_train.kernel_choice import Kernels, Machine
 from prefix_train.layer_bytes import (
     LayerBytes,
     adapter_input_bytes,
     feed_forward_bytes,
-    fuses,
     mixer_bytes,
     mixer_gradient_bytes,
     state_bytes,
@@ -52,6 +52,7 @@ LARGE = MODELS["qwen3_5, 27B"] | {"text_config": MODELS["qwen3_5, 27B"]["text_co
 LENGTHS, PARENTS = [64_000] + [1_000] * 80, [-1] + [0] * 80
 PACK = Shape.of(LENGTHS, PARENTS, rows=8_000)
 ALONE = Shape.of([65_000], [-1], rows=100)
+ON_A_GPU = Kernels("joined", "fla_forest", "fused", "fused")
 
 
 def gib(count: int) -> float:
@@ -226,7 +227,10 @@ def test_a_measured_update(offload: str, measured: float) -> None:
     text = LARGE["text_config"] | {"num_hidden_layers": 4, "model_type": "qwen3_5_text"}
     adapter = AdapterConfig(dropout=0.05, targets=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"], merger=False)
     given = config(
-        model=ModelConfig(build=text), adapter=adapter, memory=MemoryConfig(offload=offload), cluster="debug"
+        model=ModelConfig(build=text, attention="merged", deltanet="fla", elementwise="torch", heads="torch"),
+        adapter=adapter,
+        memory=MemoryConfig(offload=offload),
+        cluster="debug",
     )
     budget = predict(given, replace(PACK, rows=40_000))
     assert gib(budget.total("gpu")) == pytest.approx(measured, rel=0.05)
@@ -288,7 +292,8 @@ def test_a_layer_that_keeps_its_middle_has_one_half_s_tensors(dropout: float) ->
     adapter = AdapterConfig(dropout=dropout, targets=["q_proj", "in_proj_qkv", "gate_proj", "down_proj"])
     both, alone = (
         LayerBytes.of(
-            config(adapter=adapter, memory=MemoryConfig(tile_rows=0, keep_middle=keep)), Geometry.of(LARGE), 0, PACK
+            config(adapter=adapter, memory=MemoryConfig(tile_rows=0, keep_middle=keep)),
+            *(ON_A_GPU, Geometry.of(LARGE), 0, PACK),
         )
         for keep in ("none", "auto")
     )
@@ -367,8 +372,26 @@ def test_attention_that_is_joined_has_all_pieces_gradients_at_once() -> None:
     assert joined >= merged + PACK.positions * geometry.query_width * 2
 
 
-def test_what_liger_fuses_is_fused_by_ours_too() -> None:
-    assert fuses(replace(config(), model=replace(config().model, elementwise="fused")))
+def test_a_budget_is_that_of_the_kernels_that_run() -> None:
+    """With what is chosen where nothing is said, as with the same by name; on another chip other terms."""
+    best = Kernels("joined", "fla_forest", "fused", "fused")
+    found = predict(config(), PACK)
+    assert found.kernels == best
+    assert f"kernels on a GPU of compute capability 9.0, assumed: {best}" in describe(found)
+    assert summary(found)["kernels"] == best._asdict()
+    by_name = predict(replace(config(), model=replace(config().model, **best._asdict())), PACK)
+    assert by_name.terms == found.terms
+    before = predict(config(), PACK, Machine("cuda", (8, 0)))
+    assert before.kernels == Kernels("merged", "fla", "liger", "torch")
+    assert before.terms != found.terms
+
+
+def test_attention_that_is_not_in_pieces_is_not_kept() -> None:
+    kept = config(memory=MemoryConfig(keep_attention="auto"))
+    assert bytes_of(predict(kept, PACK), "attention kept") > 0
+    for kernels in ("flex", "dense"):
+        other = replace(kept, model=replace(kept.model, attention=kernels))
+        assert bytes_of(predict(other, PACK), "attention kept") == 0
 
 
 def test_without_a_plan_the_budget_is_that_of_the_longest_example() -> None:
@@ -381,7 +404,7 @@ def test_too_little_memory_is_refused_with_the_largest_terms() -> None:
     with pytest.raises(UserError, match=r"needs 693\.0 GiB of a node's pinned memory, which has 512\.0: largest .*off"):
         budget.refuse(host_bytes=512 * GIB)
     with pytest.raises(
-        UserError, match=r"of a GPU, which has 8\.0: largest terms one layer rec.*, gradients in the layer"
+        UserError, match=r"of a GPU, which has 8\.0: largest terms gradients in the layer .*, one layer rec"
     ):
         budget.refuse(gpu_bytes=8 * GIB)
 

@@ -13,7 +13,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.schema import Config, ModelConfig, SlurmConfig
-from prefix_train import budget_choices, budget_room, cli
+from prefix_train import budget_choices, budget_room, cli, smi
 from prefix_train.budget import GIB, UNPLANNED, predict
 from tests import chats
 from tests.chats import row
@@ -24,7 +24,7 @@ ON_GPUS = Config(slurm=SlurmConfig(gpus_per_node=2))
 
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """A machine whose nvidia-smi does this."""
-    program = folder / "bin" / budget_room.SMI
+    program = folder / "bin" / smi.SMI
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
@@ -50,7 +50,7 @@ def test_without_a_gpu_that_answers_80_gb_are_assumed_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str
 ) -> None:
     driver(tmp_path, monkeypatch, body)
-    monkeypatch.setattr(budget_room, "DEADLINE_S", 0.5)
+    monkeypatch.setattr(smi, "DEADLINE_S", 0.5)
     room = budget_room.find(ON_GPUS, None, None)
     assert (room.gpu, room.each) == (80 * 10**9, "GPU")
     assert "(assumed, none is here; --gpu-gb: another)" in room.said

@@ -323,7 +323,7 @@ BROKEN = [
     (["model.deltanet=fla_forest"], "needs GPUs"),
     (["model.elementwise=liger"], "needs GPUs"),
     (["model.elementwise=fused"], "needs GPUs: give slurm.gpus_per_node, or set model.elementwise=auto"),
-    (["model.heads=fused"], "needs GPUs: give slurm.gpus_per_node, or set model.heads=torch"),
+    (["model.heads=fused"], "needs GPUs: give slurm.gpus_per_node, or set model.heads=auto"),
     (
         [*COUNTED, "adapter.rank=65"],
         "adapter.rank=65: GPUs draw these masks for ranks up to 64; give a smaller rank or",

@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
 
 from configs.errors import UserError
-from configs.schema import Config, ModelConfig, TrainConfig
+from configs.schema import Config, TrainConfig
 from prefix_train import anatomy, frozen, fused, model, residual, unit
 from tests import models
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture(params=[True, False])
-def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    there: bool = request.param
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
-    return there
-
-
-def test_auto_means_liger_where_it_can_run(installed: bool) -> None:
-    assert fused.resolve("auto", CUDA) == ("liger" if installed else "torch")
-    assert fused.resolve("auto", CPU) == fused.resolve("torch", CUDA) == "torch"
-
-
-@pytest.mark.parametrize("kind", ["liger", "fused"])
-def test_what_cannot_run_is_refused(kind: str, installed: bool) -> None:
-    with pytest.raises(UserError, match="runs on CUDA"):
-        fused.resolve(kind, CPU)
-    if installed:
-        assert fused.resolve(kind, CUDA) == kind
-    else:
-        with pytest.raises(UserError, match="install liger-kernel"):
-            fused.resolve(kind, CUDA)
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_one_kernel_for_sums_and_norms_is_refused_where_a_layer_is_not_known(family: str) -> None:
     base = models.build(family, torch.float32)
-    config = Config(train=TrainConfig(trainable="all"), model=ModelConfig(elementwise="fused"))
+    layers = anatomy.find(model.prepare(base, models_config())).layers
     if family.startswith("olmo"):
         with pytest.raises(UserError, match="does not compute what Olmo"):
-            model.prepare(base, config)
+            [residual.install(layer, "fused") for layer in layers]
     else:
-        layers = anatomy.find(model.prepare(base, config)).layers
         assert all(isinstance(unit._forward_of(layer)._inner, residual.Layer) for layer in layers)
 
 

@@ -14,9 +14,10 @@ import torch
 from configs import compose, kernel_pins
 from configs.errors import UserError
 from configs.schema import Config
-from prefix_train import heartbeat, kernels, train, trial, tune
+from prefix_train import heartbeat, kernels, machine, train, trial, tune
 from prefix_train.dist import Ranks
 from prefix_train.geometry import Geometry, read_config
+from prefix_train.kernel_choice import Machine
 
 CONFIG = compose.load(Path(__file__).parents[1] / "data" / "period-27b.yaml")
 TINY = {"model_type": "qwen3_5_text", "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 64,
@@ -145,12 +146,16 @@ def test_kernels_are_made_ready_in_a_phase_of_its_own(
 
     monkeypatch.setattr(kernels, "use_pins", lambda dtype: f"kernels: pinned for {dtype}")
     monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
+    monkeypatch.setitem(machine._machines, torch.device("cuda", 0), Machine("cuda", None, frozenset()))
     ranks = Ranks(0, 1, torch.device("cuda", 0), None)
     train.ready_kernels(CONFIG, ranks, heartbeat.Heartbeat(tmp_path, 0, 1))
     assert phases == ["compile"]
     (beat,) = heartbeat.read(tmp_path)
     assert (beat.phase, beat.completed) == ("load", 0)
-    assert capsys.readouterr().out == "kernels: pinned for bfloat16; compiled in 12 s\n"
+    assert capsys.readouterr().out == (
+        "kernels: pinned for bfloat16; compiled in 12 s; "
+        "attention merged, deltanet fla, elementwise torch, heads torch\n"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
