@@ -29,9 +29,10 @@ class Adapted:
         self.dropouts = _dropouts(self.product)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        if not self.product.ready(inputs):
+        weights = self.product.ready(inputs)
+        if weights is None:
             return self.otherwise(inputs)
-        out: Tensor = _Adapted.apply(self, inputs, *self.product.weights())  # type: ignore[no-untyped-call]
+        out: Tensor = _Adapted.apply(self, inputs, *weights)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -47,7 +48,7 @@ class _Adapted(Function):
             out = inputs.new_empty(len(flat), len(weights.weight))
             low = [product.forward(flat[rows], weights, out[rows])[1] for rows in tiles]
         ctx.adapted, ctx.draw = adapted, dropout.draw_of(adapted.dropouts)
-        ctx.save_for_backward(inputs, torch.cat([part for part in low if part is not None]), *tensors)
+        ctx.save_for_backward(inputs, products.rows(low), *tensors)
         return out.view(*inputs.shape[:-1], -1)
 
     @staticmethod
@@ -77,9 +78,9 @@ class FeedForward:
         self.dropouts = _dropouts(*self.products)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        if not all(product.ready(inputs) for product in self.products):
+        tensors = products.ready(self.products, inputs)
+        if tensors is None:
             return self.otherwise(inputs)
-        tensors = [tensor for product in self.products for tensor in product.weights()]
         out: Tensor = _FeedForward.apply(self, inputs, *tensors)  # type: ignore[no-untyped-call]
         return out
 
@@ -136,19 +137,24 @@ class _FeedForward(Function):
 
 
 class Sums:
-    """An adapter's gradients over tiles, in at least float32."""
+    """An adapter's gradients over tiles, in at least float32; of a single tile as they are."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
+        self._count = 0
 
     def add(self, found: tuple[Tensor, Tensor] | None) -> None:
         """Of one more tile."""
-        wide = [] if found is None else [one.to(torch.promote_types(one.dtype, torch.float32)) for one in found]
-        if not self._sums:
-            self._sums = wide
-        else:
-            for total, one in zip(self._sums, wide, strict=True):
-                total += one
+        if found is None:
+            return
+        self._count += 1
+        if self._count == 1:
+            self._sums = list(found)
+            return
+        if self._count == 2:
+            self._sums = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in self._sums]
+        for total, one in zip(self._sums, found, strict=True):
+            total += one
 
     def of(self, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
         """Of A and B, in their dtypes; None without an adapter."""

@@ -9,6 +9,7 @@ factors stand in the products, and sums are added to where they belong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,17 +47,19 @@ class Product:
             a, b = self.module.lora_A[self.name].weight, self.module.lora_B[self.name].weight
         return Weights(self.base.weight, self.base.bias, a, b)
 
-    def ready(self, x: Tensor) -> bool:
-        """Does what is written here compute what the module would: frozen, one dtype, its one adapter switched on?"""
-        weight, bias, a, b = self.weights()
+    def ready(self, x: Tensor) -> Weights | None:
+        """What the module holds, where what is written here computes what it would: frozen, one dtype, its one adapter
+        switched on. Else None."""
+        found = self.weights()
+        weight, bias, _, _ = found
         if weight.requires_grad or (bias is not None and bias.requires_grad):
-            return False
-        if any(one is not None and one.dtype != x.dtype for one in (weight, bias, a, b)):
-            return False
+            return None
+        if any(one is not None and one.dtype != x.dtype for one in found):
+            return None
         off: bool = self.name is not None and (
             self.module.disable_adapters or self.module.merged or list(self.module.active_adapters) != [self.name]
         )
-        return not off
+        return None if off else found
 
     def forward(self, x: Tensor, weights: Weights, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """[n, in] -> [n, out], and the rank-wide product [n, rank] that backward wants. Without a graph."""
@@ -84,7 +87,7 @@ class Product:
         if a is not None and b is not None:
             low = self._low(x, a) if low is None else low
             scale = self._scale()
-            found = self._back((grad @ b).mul_(scale), x, a, into, more), (grad.mT @ low).mul_(scale)
+            found = self._back(_scaled(grad, b, scale), x, a, into, more), _scaled(grad.mT, low, scale)
             more = True
         if into is not None:
             into.addmm_(grad, weight, beta=int(more))
@@ -128,10 +131,34 @@ class Product:
         return scaling / (1 - self.dropout.dropped) if self.dropout is not None and self._drops else scaling
 
 
+def ready(products: Sequence[Product], x: Tensor) -> list[Tensor | None] | None:
+    """What all of these modules hold, in a row (see `several`); None where one is not `Product.ready`."""
+    tensors: list[Tensor | None] = []
+    for product in products:
+        found = product.ready(x)
+        if found is None:
+            return None
+        tensors += found
+    return tensors
+
+
 def several(tensors: Sequence[Tensor]) -> list[Weights]:
     """What `Product.weights` gave for each of several modules, from all of it in a row."""
     size = len(Weights._fields)
     return [Weights(*tensors[start : start + size]) for start in range(0, len(tensors), size)]
+
+
+def _scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """x @ y, rounded and then scaled. A power of two changes no digit: the product is given it then."""
+    if math.frexp(scale)[0] == 0.5:
+        return torch.addmm(x.new_empty(()), x, y, beta=0, alpha=scale)
+    return (x @ y).mul_(scale)
+
+
+def rows(tiles: Sequence[Tensor | None]) -> Tensor | None:
+    """[n, rank] of all tiles, out of what `Product.forward` gave for each; None without an adapter."""
+    there = [tile for tile in tiles if tile is not None]
+    return torch.cat(there) if len(there) > 1 else next(iter(there), None)
 
 
 def unread(inputs: Tensor, width: int) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -36,9 +35,9 @@ class Together:
         """Of module `index`, [..., in] -> [..., out]; None where each computes by itself."""
         if self._inputs is not inputs or index not in self._outputs:
             self._inputs, self._outputs = None, {}
-            if not all(product.ready(inputs) for product in self.products):
+            tensors = products.ready(self.products, inputs)
+            if tensors is None:
                 return None
-            tensors = [tensor for product in self.products for tensor in product.weights()]
             self._outputs = dict(enumerate(_Together.apply(self, inputs, *tensors)))  # type: ignore[no-untyped-call]
             self._inputs = inputs
         found = self._outputs.pop(index)
@@ -85,7 +84,7 @@ class _Together(Function):
             outs.append(inputs.new_empty(*inputs.shape[:-1], len(weights.weight)))
             out, tiles = outs[-1].view(len(flat), -1), together.tiles(product, len(flat))
             low = [product.forward(flat[rows], weights, out[rows])[1] for rows in tiles]
-            lows.append(torch.cat([part for part in low if part is not None]) if product.name is not None else None)
+            lows.append(products.rows(low))
         adapted = any(product.name is not None for product in together.products)
         ctx.save_for_backward(inputs if adapted else None, *lows, *tensors)
         return tuple(outs)

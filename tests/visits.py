@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
 }
 """What belongs to a part, the innermost one counts; a context manager counts where it is entered and left."""
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -48,7 +48,19 @@ MODEL = {
     "head_dim": 16,
     "vocab_size": 1024,
 }
+HYBRID: dict[str, Any] = {
+    **{name: size for name, size in MODEL.items() if name != "model_type"},
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention"] * 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""Its blocks' mixers are Gated DeltaNet."""
+
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OF_HYBRID = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *TARGETS[4:]]
 
 
 @dataclass
@@ -160,13 +172,24 @@ class Nothing:
         return lambda: None
 
 
-def small(folder: Path, recorder: graphs.Recorder | None = None, **stream: Any) -> tuple[Callable[[], None], Streamed]:
-    """An update of 48 positions through 16 blocks with hidden size 64, from an NF4 store; and the root."""
+def small(
+    folder: Path,
+    recorder: graphs.Recorder | None = None,
+    build_of: dict[str, Any] = MODEL,
+    targets: Sequence[str] = TARGETS,
+    positions: int = 48,
+    kernels: dict[str, Any] | None = None,
+    **stream: Any,
+) -> tuple[Callable[[], None], Streamed]:
+    """An update of 48 positions through 16 blocks with hidden size 64, from an NF4 store; and the root.
+
+    kernels: more of `model`'s options.
+    """
     config = Config(
         engine="stream",
-        model=ModelConfig(build=MODEL, dtype="bfloat16"),
-        pack=PackConfig(max_positions=64),
-        adapter=AdapterConfig(rank=4, targets=TARGETS),
+        model=ModelConfig(build=build_of, dtype="bfloat16", **(kernels or {})),
+        pack=PackConfig(max_positions=positions),
+        adapter=AdapterConfig(rank=4, targets=list(targets)),
         train=TrainConfig(loss_chunk_words=512, loss_chunk_rows=256),
         memory=MemoryConfig(tile_rows=2048),
         stream=StreamConfig(store=str(folder), **{"slots": 3, **stream}),
@@ -177,7 +200,7 @@ def small(folder: Path, recorder: graphs.Recorder | None = None, **stream: Any) 
     prepared, device = engine.prepare(made, config), torch.device("cpu")
     root = Streamed(prepared, config, store, device, images=False, resident=0, recorder=recorder)
     trainer = streaming._stepper(root, config, 1e-3)
-    batch = text_batch([48], [-1], 16, MODEL["vocab_size"])
+    batch = text_batch([positions], [-1], 16, build_of["vocab_size"])
 
     def run() -> None:
         step.update(trainer, 1, 1e-3, [batch])

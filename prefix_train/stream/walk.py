@@ -154,7 +154,7 @@ class Walk:
             end: Tensor = _End.apply(  # type: ignore[no-untyped-call]
                 unit.again(self.root.anatomy.layers[index], source, *args, **kwargs), passage
             )
-        torch.autograd.backward(end)
+        torch.autograd.backward(end, end)  # any gradient: nothing is launched to make one
         passage.grad = source.grad
 
     def _lowest(self) -> int:
@@ -172,7 +172,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, passage: Passage) -> Tensor:
         ctx.passage = passage
-        return out.new_zeros(())
+        return out.new_empty(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable

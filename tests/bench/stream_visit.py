@@ -1,9 +1,10 @@
 """What one visit of a block costs the host: counts by part, seconds, and a profile. Needs no GPU.
 
-    python tests/bench/stream_visit.py [--profile] [--recorded]
+    python tests/bench/stream_visit.py [--profile] [--recorded] [--launches]
 
 16 blocks of hidden size 64, where nothing but the host's work takes time. `--recorded`: launches are recorded and none
-is repeated, so that what is left is the host's work around that one call.
+is repeated, so that what is left is the host's work around that one call. `--launches`: instead, what a GPU would
+launch, by operator and by who asks for it, of blocks with attention and of blocks with a recurrence.
 """
 
 from __future__ import annotations
@@ -14,15 +15,30 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from tests import visits
+from tests import launches, visits
+
+
+def print_launches() -> None:
+    """For both kinds of blocks."""
+    blocks = visits.MODEL["num_hidden_layers"]
+    for sizes, targets in ((visits.MODEL, visits.TARGETS), (visits.HYBRID, visits.OF_HYBRID)):
+        with tempfile.TemporaryDirectory() as folder, launches.kernels():
+            run, root = visits.small(Path(folder) / "store", build_of=sizes, targets=targets, positions=128)
+            run()
+            print(f"{sizes['model_type']}\n{launches.table(launches.count(run), blocks)}\n")
+            root.source.close()
 
 
 def main() -> None:
     """Print counts and seconds; with `--profile` also where the time goes."""
+    if "--launches" in sys.argv:
+        print_launches()
+        return
     with tempfile.TemporaryDirectory() as folder:
         recorded = "--recorded" in sys.argv
-        how = {"recorder": visits.Nothing(), "graphs": "on"} if recorded else {}
+        how: dict[str, Any] = {"recorder": visits.Nothing(), "graphs": "on"} if recorded else {}
         run, root = visits.small(Path(folder) / "store", **how)
         for _ in range(3):
             run()

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from prefix_train import precision, products
 from prefix_train.stream.engine import Streamed
-from tests import tape, visits
+from tests import launches, tape, visits
 
 RECORDED = "recorded launches"
-VISITS = 2 * visits.MODEL["num_hidden_layers"]  # type: ignore[operator]
+VISITS = 2 * visits.MODEL["num_hidden_layers"]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def test_a_visit_costs_no_more_than_it_did(update: tuple[Callable[[], None], Str
     counts = visits.count(run)
     assert root.ring.figures.visits - before == 2 * VISITS
     beside = counts.total("operations") - counts.operations["dequantising"]
-    assert beside / VISITS <= 375, visits.table(counts, VISITS)
+    assert beside / VISITS <= 312, visits.table(counts, VISITS)
     assert counts.total("calls") / VISITS <= 2350, visits.table(counts, VISITS)
 
 
@@ -59,3 +62,51 @@ def test_a_layout_that_comes_once_is_recorded_where_a_slot_is_used_again(tmp_pat
     assert recorder.rooms == 2
     run()
     assert recorder.plays == 2 * VISITS - 2 * slots - 1
+
+
+# What a GPU would launch.
+
+BLOCKS = 2
+PLAIN = {**visits.MODEL, "num_hidden_layers": BLOCKS}
+HYBRID = {**visits.HYBRID, "num_hidden_layers": BLOCKS, "layer_types": ["linear_attention"] * BLOCKS}
+MOST = {
+    "plain": (PLAIN, visits.TARGETS, {"up": 98, "once more": 74, "backward": 175}),
+    "hybrid": (HYBRID, visits.OF_HYBRID, {"up": 100, "once more": 76, "backward": 140}),
+}
+"""Of all blocks, by part of their visits; kernels of attention and of the recurrence are one each way."""
+
+
+def counted(folder: Path, kind: str) -> launches.Launches:
+    sizes, targets, _ = MOST[kind]
+    with launches.kernels():
+        run, root = visits.small(folder / "store", build_of=sizes, targets=targets, positions=128)
+        run()
+        found = launches.count(run)
+        root.source.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_a_block_launches_no_more_than_it_did(kind: str, tmp_path: Path) -> None:
+    found = counted(tmp_path, kind)
+    for part, most in MOST[kind][2].items():
+        assert 0 < found.total(part) <= most, launches.table(found, BLOCKS)
+
+
+def test_launches_that_come_back_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters and their gradients cast one by one, and rows of a single tile copied."""
+
+    def one_by_one(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        return [tensor.to(dtype) for tensor in tensors]
+
+    def copied(tiles: list[Tensor | None]) -> Tensor | None:
+        there = [tile for tile in tiles if tile is not None]
+        return torch.cat(there) if there else None
+
+    monkeypatch.setattr(precision, "_copied", one_by_one)
+    monkeypatch.setattr(products, "rows", copied)
+    found = counted(tmp_path, "plain")
+    adapters, modules = 2 * len(visits.TARGETS), 4  # a feed-forward makes its rows again
+    most = MOST["plain"][2]
+    assert found.total("up") == most["up"] + (adapters - 1 + modules) * BLOCKS
+    assert found.total("backward") == most["backward"] + (adapters - 1) * BLOCKS
