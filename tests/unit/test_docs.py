@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ import pytest
 from configs import compose, rules, runfolder
 from configs.schema import ModelConfig
 from docs import reference
+from prefix_train import evaluate
+from prefix_train.metrics import Answer
 from slurm import finding, policy
 from tests import documents, documents_code
 from tests.documents import ROOT, Block
@@ -102,6 +105,16 @@ def test_everything_in_a_run_folder_is_told() -> None:
     wanted = {value for name, value in vars(runfolder).items() if name.isupper() and isinstance(value, str)}
     assert len(wanted) > 15
     assert wanted - told == set()
+
+
+def test_every_field_of_a_prediction_is_told(tmp_path: Path) -> None:
+    answer = Answer("form-3", "held.jsonl:3", "b", "a", True, 1)
+    path = evaluate.write(tmp_path, evaluate.Scored([answer], [{"exact": 0.0}], {}, {}, None), {0: 0.5}, {}, None)
+    written = json.loads(path.read_text())
+    told = names([row[0] for row in rows("evaluation.md", "field")])
+    assert told == list(written)
+    (shown,) = [b.text for b in BLOCKS if b.language == "json" and "evaluation.md" in b.where]
+    assert list(json.loads(shown)) == list(written)
 
 
 # The reference.
