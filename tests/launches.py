@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import prefix_train
-from prefix_train import attention, deltanet, fused, heads, norms, pieces, unit
+from prefix_train import attention, deltanet, fused, heads, kernel_choice, machine, norms, pieces, unit
 from prefix_train.stream import frozen, nf4, walk
 
 aten = torch.ops.aten
@@ -134,6 +134,7 @@ def kernels() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
+            (machine, "of", lambda device: kernel_choice.ASSUMED),
             (nf4, "dequantise", nf4_dequantise),
             (attention, "pieces_for", lambda query: pieces.CudaPieces(cudnn=True)),
             (pieces, "aten", SimpleNamespace(**vars(Cudnn))),
