@@ -133,7 +133,7 @@ def test_ranks_in_a_collective_and_elsewhere(ranks: Ranks) -> None:
     assert all("collectives" in found for found in functions(waits))
     assert all("leave" in found for found in functions(left))
     assert not waits.missing
-    assert 0.4 < node.gap_s < 20
+    assert 0.4 < node.gap_s < 60
     evidence.write(ranks.run / "hangs" / "1", node, ranks.run)
     assert evidence.read(ranks.run / "hangs" / "1") == (node,)
 
@@ -157,7 +157,7 @@ def test_a_rank_that_waits_in_the_kernel_shows_its_files(ranks: Ranks) -> None:
     wait_for(lambda: stacks.proc_state(ranks.processes[0].pid) == "D")
     begin = time.monotonic()
     (rank,) = ranks.collect().ranks
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     for seen in rank.rounds:
         assert seen.process is not None
         assert seen.process.state == "D"
@@ -194,12 +194,12 @@ def test_where_tracing_and_symbols_are_refused(ranks: Ranks, monkeypatch: pytest
 
 def test_looking_that_hangs_costs_its_deadline_only(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect, "ROUND_S", 0.5)
-    monkeypatch.setattr(stacks, "sample", lambda pid, answer: time.sleep(60))
+    monkeypatch.setattr(stacks, "sample", lambda pid, answer: time.sleep(600))
     ranks.start("sleep")
-    program(ranks.run, "nvidia-smi", "sleep 60", monkeypatch)
+    program(ranks.run, "nvidia-smi", "sleep 600", monkeypatch)
     begin = time.monotonic()
     node = ranks.collect(gpus=True)
-    assert time.monotonic() - begin < 6
+    assert time.monotonic() - begin < 60
     (rank,) = node.ranks
     assert any(note.startswith("stacks: no answer in ") for note in rank.missing)
     assert any(note.startswith("GPU readings: no answer in ") for note in node.missing)

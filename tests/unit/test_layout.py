@@ -242,9 +242,9 @@ def test_pickles() -> None:
 def test_building_is_fast(prefix: int, count: int, length: int) -> None:
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         Layout.from_tree([prefix, *[length] * count], [-1, *[0] * count])
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 0.1
 
 
