@@ -15,7 +15,7 @@ each of which counts as if it had a row of its own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -158,8 +158,7 @@ def _with_images(messages: list[Any], images: Any, source: str) -> list[Any]:
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         parts = content if isinstance(content, list) else []
-        missing = [i for i, part in enumerate(parts) if isinstance(part, dict) and part.keys() == {"type"}]
-        missing = [i for i in missing if parts[i]["type"] == "image"]
+        missing = [i for i, part in enumerate(parts) if isinstance(part, dict) and _given(part) == {"type": "image"}]
         used += len(missing)
         new = {i: {"type": "image", "image": image} for i, image in zip(missing, left, strict=False)}
         filled.append({**message, "content": [new.get(i, part) for i, part in enumerate(parts)]} if new else message)
@@ -169,6 +168,11 @@ def _with_images(messages: list[Any], images: Any, source: str) -> list[Any]:
             "without one of their own"
         )
     return filled
+
+
+def _given(part: dict[str, Any]) -> dict[str, Any]:
+    """What of `part` is not null."""
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -283,11 +287,13 @@ def check_target(conversation: Conversation, source: str) -> None:
         raise UserError(f"{source}: the target is empty: the assistant's last message has no text")
 
 
-def _refuse_unknown(keys: Iterable[Any], known: tuple[str, ...], source: str, where: str) -> None:
-    for key in keys:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
+def _refuse_unknown(record: dict[Any, Any], known: tuple[str, ...], source: str, where: str) -> None:
+    """Raise UserError for a key that is not `known`, unless it is null: what a table has written has every key."""
+    for key, value in record.items():
+        if value is not None and key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.7)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            hint += "; what is your own goes under meta" if "meta" in known and not near else ""
             raise UserError(f"{source}: {where} has the unknown key {shown(key)}; {hint}")
 
 

@@ -51,8 +51,6 @@ DECODE_ERRORS = (
     NotImplementedError,
     struct.error,
     zlib.error,
-    PIL.Image.DecompressionBombError,
-    PIL.Image.DecompressionBombWarning,
     UserWarning,
 )
 """What Pillow's decoders raise on broken files, and the warnings that count as such."""
@@ -159,7 +157,7 @@ class ImageStore:
         try:
             out = self._processor(images=[image], return_tensors="np")
         except ValueError as error:
-            raise UserError(f"{source}: image {str(path)!r} of size {image.size}: {error}") from error
+            raise UserError(f"{_where(path, source)} of size {image.size}: {error}") from error
         pixels = np.ascontiguousarray(out["pixel_values"], dtype=np.float32)
         pixels.flags.writeable = False
         t, h, w = (int(size) for size in out["image_grid_thw"][0])
@@ -173,11 +171,13 @@ class ImageStore:
 
 
 def locate(folder: Path, name: str, source: str) -> Path:
-    """The file that `name`, a path below `folder`, leads to, every link followed.
+    """The file that `name`, a path below `folder` or an absolute one into it, leads to, every link followed.
 
     Raises UserError where it is no regular file or lies outside `folder`.
     """
-    if Path(name).is_absolute() or ".." in Path(name).parts or "://" in name or name.startswith("data:"):
+    path = Path(name)
+    away = path.is_absolute() and not any(path.is_relative_to(one) for one in (folder.absolute(), folder.resolve()))
+    if away or ".." in path.parts or "://" in name or name.startswith("data:"):
         raise UserError(f"{source}: image {shown(name)}: write a path below the data file's folder")
     try:
         path = (folder / name).resolve(strict=True)
@@ -198,7 +198,7 @@ def decode(path: Origin, source: str) -> PIL.Image.Image:
 
     Raises UserError where it is broken, of an unknown format, too large, animated, or would lose values as 8-bit RGB.
     """
-    where = str(path) if isinstance(path, Inline) else f"{source}: image {str(path)!r}"
+    where = _where(path, source)
     content = path.read() if isinstance(path, Inline) else _content(path, where)
     try:
         with warnings.catch_warnings():
@@ -210,6 +210,8 @@ def decode(path: Origin, source: str) -> PIL.Image.Image:
             _refuse_unfit(image, where)
             image.load()
             image = PIL.ImageOps.exif_transpose(image)
+    except (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning) as error:
+        raise UserError(f"{where} has more than {MAX_PIXELS:,} pixels; make it smaller") from error
     except DECODE_ERRORS as error:
         reason = "of no known format" if isinstance(error, PIL.UnidentifiedImageError) else f"broken: {error}"
         raise UserError(f"{where} is {reason}; write one of {', '.join(FORMATS)}") from error
@@ -217,6 +219,11 @@ def decode(path: Origin, source: str) -> PIL.Image.Image:
         # Of a palette with transparency Pillow says here that RGBA keeps more.
         warnings.simplefilter("ignore", UserWarning)
         return image.convert("RGB")
+
+
+def _where(path: Origin, source: str) -> str:
+    """The image `path` of the row `source`, for messages."""
+    return str(path) if isinstance(path, Inline) else f"{source}: image {str(path)!r}"
 
 
 def _content(path: Path, where: str) -> bytes:

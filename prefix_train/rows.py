@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from prefix_train.chat import shown
 
 MAX_LINE_BYTES = 256 << 20
 """A longer line is no chat row; it would only fill the memory."""
+
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+"""Endings of compressed files."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -94,6 +98,8 @@ def read_lines(path: Path) -> Iterator[Line]:
         raise UserError(f"{path}: no such file; write the path of a chat JSONL file")
     if not path.is_file():
         raise UserError(f"{path}: not a file; write the path of a chat JSONL file")
+    if path.suffix in PACKED:
+        raise UserError(f"{path}: the file is compressed; unpack it")
     empty = True
     try:
         with path.open("rb") as file:
@@ -129,11 +135,16 @@ def decode_row(line: Line) -> Any:
         raise UserError(f"{line.source}: {line.wrong}")
     source, content = line.source, line.content if line.start else line.content.removeprefix(BYTE_ORDER_MARK)
     try:
-        return json.loads(content.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        return json.loads(
+            content.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        whole = content.strip() == b"{" or content.lstrip().startswith(b"[")
+        if content.startswith(BYTE_ORDER_MARK):
+            mark = "a byte order mark stands here, as where files were joined; remove it"
+            raise UserError(f"{source}: {mark}") from error
+        whole = content.strip() == b"{" or content.lstrip().startswith(b"[") or error.msg == "Extra data"
         hint = "; write each row on one line of its own, without a list around them" if whole else ""
         raise UserError(f"{source}: broken JSON at character {error.pos + 1}: {error.msg}{hint}") from error
     except RecursionError:
@@ -149,6 +160,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         double = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {shown(double)} stands twice in one object; write it once")
     return values
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{shown(text)} is too large for a number; write it as a text")
+    return value
 
 
 def _refuse_constant(name: str) -> None:

@@ -30,6 +30,13 @@ IMAGES = ("image", "images", "bytes")
 SAVED, SPLITS = "state.json", "dataset_dict.json"
 """What `datasets` writes into a folder: of one split, and of several."""
 
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words in names of files and folders by which `datasets` tells splits apart."""
+
 AT_ONCE = 64
 """Rows that become Python objects at a time."""
 
@@ -50,16 +57,23 @@ def files_of(path: Path) -> list[Path]:
         return [check_name(path)]
     if (path / SPLITS).is_file():
         splits = sorted(folder.name for folder in path.iterdir() if (folder / SAVED).is_file())
-        raise UserError(
-            f"{path} holds the splits {', '.join(splits)}: name one, as in {path / (splits or ['train'])[0]}"
-        )
+        one = "train" if "train" in splits or not splits else splits[0]
+        raise UserError(f"{path} holds the splits {', '.join(splits)}: name one, as in {path / one}")
     if (path / SAVED).is_file():
         return _saved(path)
     files = sorted(check_name(file) for file in path.rglob("*.parquet"))
-    splits = sorted({found[1] for file in files if (found := re.match(r"(.+)-\d+-of-\d+$", file.stem))})
+    splits = sorted({split for file in files if (split := _split_of(file.relative_to(path)))})
     if len(splits) > 1:
         raise UserError(f"{path} holds the splits {', '.join(splits)}: name one file, or a folder with one split")
     return files
+
+
+def _split_of(file: Path) -> str:
+    """The split that a file in a folder is of, by its own name or that of a folder; empty where none says so."""
+    if found := re.match(r"(.+)-\d+-of-\d+$", file.stem):
+        return found[1]
+    words = [word for part in file.with_suffix("").parts for word in re.split(r"[^a-z]+", part.lower())]
+    return next((split for word in reversed(words) for split, names in SPLIT_NAMES.items() if word in names), "")
 
 
 def _saved(path: Path) -> list[Path]:

@@ -42,7 +42,19 @@ def several(targets: Any) -> dict[str, Any]:
 STRUCTURE = {
     "broken JSON": (b'{"messages": [', "broken JSON at character"),
     "half a row": (raw(row())[:40], "broken JSON at character 42"),
-    "two rows in a line": (raw(row()) * 2, "broken JSON at character"),
+    "two rows in a line": (
+        raw(row()) * 2,
+        "broken JSON at character .*: Extra data; write each row on one line of its",
+    ),
+    "rows that end with CR alone": (
+        raw(row()) + b"\r" + raw(row()),
+        "broken JSON at character .*: Extra data; write each row on one line of its",
+    ),
+    "a byte order mark between rows": (
+        b"\xef\xbb\xbf" + raw(row()),
+        "a byte order mark stands here, as where files were joined; remove it",
+    ),
+    "a number above all floats": (raw(row())[:-1] + b', "meta": [-1e999]}', "'-1e999' is too large for a number"),
     "plain text": (b"once upon a time", "broken JSON at character 1"),
     "deep nesting": (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     "deeply nested objects": (b'{"meta": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, "nested too deeply"),
@@ -104,6 +116,10 @@ STRUCTURE = {
     "an image path that is null": (
         with_messages(user([{"type": "image", "image": None}]), assistant("a")),
         r"content\[0\].image is null",
+    ),
+    "a column of the user's own": (
+        raw(row())[:-1] + b', "extra": 1}',
+        "row has the unknown key 'extra'; known are id, .*, images; what is your own goes under meta",
     ),
     "an unknown key in a row": (b'{"mesages": []}', "row has the unknown key 'mesages'; did you mean messages?"),
     "an unknown key in a message": (
@@ -168,7 +184,10 @@ RENDERING = {
     "a truncated PNG": (raw(row([picture("truncated.png")])), r"truncated\.png' is broken: "),
     "a text instead of an image": (raw(row([picture("text.png")])), r"text\.png' is of no known format"),
     "an empty image": (raw(row([picture("empty.png")])), r"empty\.png' is of no known format"),
-    "a decompression bomb": (raw(row([picture("bomb.png")])), r"bomb\.png' is broken: Image size .* exceeds limit"),
+    "a decompression bomb": (
+        raw(row([picture("bomb.png")])),
+        r"bomb\.png' has more than 89,478,485 pixels; make it smaller",
+    ),
     "an animated image": (
         raw(row([picture("moving.gif")])),
         r"moving\.gif' has 2 frames; write each frame as an image",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from pathlib import Path
@@ -75,6 +76,27 @@ def test_a_file_without_a_good_row_is_an_error_even_when_skipping(tmp_path: Path
     path = chats.write(tmp_path / "d.jsonl", [b"{", row("a", "")])
     with pytest.raises(UserError, match=rf"^{path}: no good example among 2 rows: {path}:1: "):
         load_examples(path, chats.renderer(), 1000, on_bad="skip")
+
+
+def test_a_key_that_is_null_counts_as_left_out(tmp_path: Path) -> None:
+    chats.draw(tmp_path / "0.png")
+    look = [{"type": "image", "text": None, "image": None}, {"type": "text", "text": "Read it.", "image": None}]
+    turns = [{"role": "user", "content": look, "name": None}, {"role": "assistant", "content": "7", "refusal": None}]
+    full = {"id": "a", "messages": turns, "images": ["0.png"], "targets": None, "prompt": None}
+    path = chats.write(tmp_path / "d.jsonl", [full])
+    short = [{"type": "image", "image": "0.png"}, {"type": "text", "text": "Read it."}]
+    other = chats.write(tmp_path / "e.jsonl", [row(short, "7", id="a")])
+    one, two = (load_examples(each, chats.renderer(), 1000)[0] for each in (path, other))
+    assert len(one.images) == 1
+    assert np.array_equal(one.keys, two.keys)
+    assert np.array_equal(one.target, two.target)
+
+
+def test_a_compressed_file_is_called_one(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(UserError, match=rf"^{path}: the file is compressed; unpack it"):
+        load_examples(path, chats.renderer(), 1000)
 
 
 def test_the_cap_is_the_longest_example_accepted(tmp_path: Path) -> None:

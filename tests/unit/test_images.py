@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import random
@@ -81,7 +82,9 @@ def test_links_may_stay_within_the_folder_and_not_leave_it(tmp_path: Path) -> No
     (tmp_path / "alias").symlink_to(inner)
     assert locate(inner, "link.png", "d.jsonl:1") == (inner / "real.png").resolve()
     assert locate(tmp_path / "alias", "./link.png", "d.jsonl:1") == (inner / "real.png").resolve()
-    for name in ("away.png", "folder/a.png"):
+    for whole in (inner / "link.png", tmp_path / "alias" / "real.png"):
+        assert locate(tmp_path / "alias", str(whole), "d.jsonl:1") == (inner / "real.png").resolve()
+    for name in ("away.png", "folder/a.png", str(inner / "away.png")):
         with pytest.raises(UserError, match=r"leads outside the data file's folder"):
             locate(inner, name, "d.jsonl:1")
     with pytest.raises(UserError, match=r"'circle.png' cannot be reached"):
@@ -152,7 +155,9 @@ def test_one_wrong_byte_in_a_png_s_pixels_is_found(tmp_path: Path) -> None:
 def test_decompression_bombs_are_refused_by_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = encoded("PNG", PIL.Image.new("1", (20000, 9000)))
     assert len(bomb) < 100_000
-    assert "exceeds limit" in outcome(tmp_path / "a", bomb)
+    assert "has more than 89,478,485 pixels; make it smaller" in outcome(tmp_path / "a", bomb)
+    much = encoded("PNG", PIL.Image.new("1", (12000, 9000)))
+    assert "has more than 89,478,485 pixels; make it smaller" in outcome(tmp_path / "a", much)
     monkeypatch.setattr(images, "MAX_PIXELS", 40 * 56 - 1)
     assert "has 2,240 pixels, more than 2,239" in outcome(tmp_path / "a", encoded("PNG"))
     monkeypatch.setattr(images, "MAX_FILE_BYTES", 100)
@@ -185,3 +190,7 @@ def test_an_image_that_the_processor_refuses_is_the_row_s_error(tmp_path: Path) 
     path.write_bytes(encoded("PNG", PIL.Image.new("RGB", (900, 2))))
     with pytest.raises(UserError, match=r"^d.jsonl:1: image .*long.png' of size \(900, 2\): absolute aspect ratio"):
         store().add(path, "d.jsonl:1")
+    uri = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    inline = images.Inline.of(uri, "d.jsonl:1: image 1 of the row", lambda: uri)
+    with pytest.raises(UserError, match=r"^d.jsonl:1: image 1 of the row of size \(900, 2\): absolute aspect ratio"):
+        store().add(inline, "d.jsonl:1")

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +289,7 @@ def test_what_is_no_table_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
         saved(tmp_path / "dict" / split, [records()])
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert said(tmp_path / "hub").startswith(" holds the splits test, train: name one file")
-    assert said(tmp_path / "dict").startswith(" holds the splits test, train: name one, as in ")
+    assert said(tmp_path / "dict") == f" holds the splits test, train: name one, as in {tmp_path / 'dict' / 'train'}"
     assert len(load(tmp_path / "dict" / "test")) == 7
     (tmp_path / "dict" / "test" / "state.json").write_text("[]")
     assert "is not what `datasets` saves" in said(tmp_path / "dict" / "test")
@@ -296,6 +297,30 @@ def test_what_is_no_table_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert said(tmp_path / "dict" / "test").startswith(": an old version of `datasets` saved a selection of rows here")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert said(tmp_path / "other.parquet") == ": reading tables needs pyarrow: pip install pyarrow"
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (("train/0000.parquet", "test/0000.parquet"), "test, train"),
+        (("default/train/0000.parquet", "default/val/0000.parquet"), "train, validation"),
+        (("train.parquet", "my_dev_set.parquet"), "train, validation"),
+        (("data/train-00000-of-00001.parquet", "data/Evaluation.parquet"), "test, train"),
+    ],
+)
+def test_splits_are_told_apart_by_names_of_files_and_folders(names: Sequence[str], splits: str, tmp_path: Path) -> None:
+    for name in names:
+        parquet(tmp_path / name, records())
+    with pytest.raises(UserError, match=rf"^{tmp_path} holds the splits {splits}: name one file, or a folder"):
+        load(tmp_path)
+
+
+def test_a_folder_of_one_split_is_read_whole(tmp_path: Path) -> None:
+    rows = records()
+    parquet(tmp_path / "train" / "a.parquet", rows[:3])
+    parquet(tmp_path / "train" / "b.parquet", rows[3:5])
+    parquet(tmp_path / "trained-on-latest.parquet", rows[5:])
+    assert len(load(tmp_path)) == len(rows)
 
 
 def test_a_table_can_be_read_by_several_threads(tmp_path: Path) -> None:
