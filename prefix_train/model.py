@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from configs.errors import UserError
 from configs.modelpath import from_pretrained_arguments, is_gguf, locate
 from configs.schema import Config, ModelConfig
-from prefix_train import adapters, anatomy, gguf_config, machine, patch, precision, tiles, tiny, unit
+from prefix_train import adapters, anatomy, gguf_config, machine, patch, precision, tiles, tiny, unit, weight_files
 from prefix_train.embedding import embed
 from prefix_train.loss import target_losses
 
@@ -49,6 +49,8 @@ def load(config: ModelConfig) -> tuple[PreTrainedModel, Any]:
 
 def load_weights(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model in `path`, a folder or a GGUF file, in eval mode. UserError as `load`."""
+    if not is_gguf(path):
+        weight_files.check(path)
     own = _config_of(path)
     folder, more = from_pretrained_arguments(path)
     plain = {"quantization_config": GgufConfig(dequantize=True)} if is_gguf(path) else {}
@@ -75,7 +77,7 @@ def own_config(config: ModelConfig) -> PreTrainedConfig:
 
 def _config_of(path: Path) -> PreTrainedConfig:
     folder, more = from_pretrained_arguments(path)
-    own: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    own: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
     if is_gguf(path):
         gguf_config.correct(own, path)
     return own

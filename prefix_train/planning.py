@@ -95,7 +95,8 @@ def renderer_of(model: ModelConfig, targets: Targets = "last") -> Renderer:
     path = locate(model.path)
     processor = tiny.load_processor(path)
     folder, more = from_pretrained_arguments(path)
-    return Renderer(processor, AutoConfig.from_pretrained(folder, local_files_only=True, **more), targets=targets)
+    own = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
+    return Renderer(processor, own, targets=targets)
 
 
 def make(config: Config, keep: bool, choose_size: bool, advise: bool = True) -> Planned:

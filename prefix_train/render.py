@@ -96,6 +96,7 @@ class Renderer:
         self._tokenizer = processor.tokenizer if self._with_images else processor
         self._position_index = PositionIndex(config)
         self._image_token: int | None = getattr(config, "image_token_id", None) if self._with_images else None
+        self._vocabulary: int = config.get_text_config().vocab_size
         self._refuse_misfits(config)
         self._template, self._targets = ChatTemplate(processor), targets
         self.images = ImageStore(processor.image_processor, cache_bytes) if self._with_images else None
@@ -147,6 +148,11 @@ class Renderer:
         text, spans = self._template.spans(conversation, source, self._targets)
         expanded = self._expand(text, grids, source)
         ids, offsets = self._tokenize(expanded)
+        if (largest := int(ids.max())) >= self._vocabulary:
+            raise UserError(
+                f"{source}: the tokenizer writes token {largest}, and the model knows {self._vocabulary:,}: the two do "
+                "not belong together"
+            )
         learned = np.zeros(len(ids), dtype=np.bool_)
         for span in spans:
             gained = len(self._expand(text[: span.start], grids[: span.images], source)) - span.start

@@ -75,6 +75,10 @@ OLD_KEYS = {"full_attention_interval", "partial_rotary_factor", "rope_scaling", 
 """Keys of model configurations that transformers accepts although no class declares them."""
 
 
+UNLOADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, StrictDataclassError)
+"""What transformers raises for files of a folder that are not what it expects."""
+
+
 class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
     """transformers' processor for text and images; a video processor would need torchvision, so it names none.
 
@@ -134,7 +138,7 @@ def load_processor(folder: Path) -> Any:
         gguf_config.read_config(folder)  # names a missing package, an unreadable file, an unknown architecture
         return _load_tokenizer(folder)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json, so no model folder; model.path names one in transformers' format")
+        raise UserError(f"{folder}: {_no_folder(folder)}")
     config = _loaded(AutoConfig, folder)
     if getattr(config, "vision_config", None) is None:
         return _load_tokenizer(folder)
@@ -247,9 +251,24 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def _loaded(auto: Any, folder: Path, **options: Any) -> Any:
     where, more = from_pretrained_arguments(folder)
     try:
-        return auto.from_pretrained(where, local_files_only=True, **more, **options)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: {auto.__name__} finds nothing that it can load: {error}") from error
+        # Code that a folder brings along is never run, nor asked for.
+        return auto.from_pretrained(where, local_files_only=True, trust_remote_code=False, **more, **options)
+    except UNLOADABLE as error:
+        raise UserError(f"{folder}: {auto.__name__} finds nothing that it can load: {_said(error)}") from error
+
+
+def _no_folder(path: Path) -> str:
+    """Why `path` is no model folder, and what was perhaps meant."""
+    if path.is_file():
+        return "a model is a folder in transformers' format, or a GGUF file, whose name ends in .gguf"
+    files = sorted(file.name for file in path.glob("*.gguf"))
+    meant = f"it holds {files[0]}: name that file" if files else "model.path names one in transformers' format"
+    return f"no config.json, so no model folder; {meant}"
+
+
+def _said(error: Exception) -> str:
+    """What is wrong; some errors only quote what they did not find."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, LookupError | AttributeError) else str(error)
 
 
 def _demo_text(name: str) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,6 +81,35 @@ def test_a_checkpoint_that_does_not_fit_is_refused(folder: Path, tmp_path: Path,
     """R11's kind: a tensor that finds no place is an error, not a random weight."""
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.(up|sideways)_proj\.weight"):
         model.load(ModelConfig(path=str(damaged(folder, tmp_path, change)), dtype="float32"))
+
+
+def shards(folder: Path, weight_map: object) -> None:
+    """Keep the weights in a file that an index with `weight_map` is to name."""
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "cut off": (lambda folder: os.truncate(folder / "model.safetensors", 5000), r"model.safetensors cannot be read as"),
+    "a page": (lambda folder: (folder / "model.safetensors").write_text("<html>"), "model.safetensors cannot be read"),
+    "of Git LFS": (
+        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "model.safetensors cannot be read as safetensors: it is a pointer of Git LFS",
+    ),
+    "a missing shard": (lambda folder: shards(folder, {"x": "a.safetensors", "y": "b.safetensors"}), "b.safetensors"),
+    "an index without files": (lambda folder: shards(folder, None), "index.json"),
+}
+
+
+@pytest.mark.parametrize("what", WEIGHTS)
+def test_weights_that_cannot_be_read_are_one_line_with_the_file(what: str, folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    change, complaint = WEIGHTS[what]
+    change(copy)
+    with pytest.raises(UserError, match=rf"{copy}/.*{complaint}") as caught:
+        model.load(ModelConfig(path=str(copy), dtype="float32"))
+    assert "\n" not in str(caught.value)
 
 
 def test_audit_names_the_first_three() -> None:

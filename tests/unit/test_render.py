@@ -294,6 +294,16 @@ def test_a_processor_that_does_not_fit_the_model_is_refused() -> None:
         Renderer(bare, LlamaConfig())
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error(folder: Path) -> None:
+    tokenizer = tiny.build_tokenizer()
+    most = max(tokenizer("<|im_start|><|im_end|>").input_ids)
+    Renderer(tokenizer, LlamaConfig(vocab_size=most + 1)).render(row(), "d.jsonl:1", folder)
+    with pytest.raises(
+        UserError, match=rf"^d.jsonl:1: the tokenizer writes token {most}, and the model knows {most:,}"
+    ):
+        Renderer(tokenizer, LlamaConfig(vocab_size=most)).render(row(), "d.jsonl:1", folder)
+
+
 def test_the_fingerprint_changes_with_what_decides_the_rendering() -> None:
     def fingerprint(change: Any = None) -> str:
         processor = chats.processor()

@@ -179,6 +179,46 @@ def test_load_processor_names_what_a_folder_lacks(tmp_path, missing, complaint):
         tiny.load_processor(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("tokenizer.json", "{", "AutoTokenizer finds nothing that it can load: "),
+        ("tokenizer.json", "{}", "AutoTokenizer finds nothing that it can load: KeyError: 'added_tokens'"),
+        ("tokenizer_config.json", "[]", "AutoTokenizer finds nothing that it can load: AttributeError: "),
+        ("config.json", '{"model_type": "qwen3", "hidden_size": "x"}', "AutoConfig finds nothing .*hidden_size"),
+        ("config.json", '{"model_type": "qwen9"}', "AutoConfig finds nothing that it can load: .*qwen9"),
+    ],
+)
+def test_a_file_that_transformers_cannot_use_is_an_error_that_names_the_folder(tmp_path, file, content, complaint):
+    model = tiny.build_model(TEXT_BUILD, seed=0)
+    model.config.save_pretrained(tmp_path)
+    tiny.build_processor(model.config).save_pretrained(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError, match=f"(?s){tmp_path}: {complaint}"):
+        tiny.load_processor(tmp_path)
+
+
+def test_what_is_no_model_folder_says_what_was_meant(tmp_path):
+    for name in ("model.GGUF", "config.json"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(UserError, match=r"or a GGUF file, whose name ends in \.gguf"):
+            tiny.load_processor(tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "q4.gguf").touch()
+    with pytest.raises(UserError, match=f"{tmp_path}/folder: no config.json, .*; it holds q4.gguf: name that file"):
+        tiny.load_processor(tmp_path / "folder")
+
+
+def test_code_that_a_folder_brings_along_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run the code"))
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration_mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match=f"(?s){tmp_path}: AutoConfig finds nothing that it can load: .*custom code"):
+        tiny.load_processor(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_model_is_transformers_own_with_the_tokenizers_ids():
     model = tiny.build_model(BUILD, seed=0)
     assert type(model) is Qwen3_5ForConditionalGeneration
