@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from transformers import TrainerCallback
 
 from configs.errors import UserError
@@ -86,6 +87,8 @@ class PackCallback(TrainerCallback):
             if getattr(args.accelerator_config, option):
                 raise UserError(f"TrainingArguments: accelerator_config.{option}: each process loads its own packs")
         model: nn.Module = given["model"]
+        if isinstance(model, OptimizedModule):
+            raise UserError(f"the model has been compiled with torch.compile: {_UNTESTED}; give the model itself")
         if not takes_targets(model):
             raise UserError(
                 f"{type(model).__name__} does not take packs: make the Trainer, and train, within train_packs(model)"

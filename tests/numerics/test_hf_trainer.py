@@ -182,6 +182,11 @@ def test_a_trainer_outside_the_context_is_refused(model: nn.Module, tmp_path: Pa
         trainer_ranks.trainer(model, tmp_path, packs_for(model))
 
 
+def test_a_compiled_model_is_refused_as_one(model: nn.Module, tmp_path: Path) -> None:
+    with train_packs(model), pytest.raises(UserError, match=r"compiled with torch.compile: .*; give the model itself"):
+        trainer_ranks.trainer(torch.compile(model, backend="eager"), tmp_path, packs_for(model))
+
+
 def test_packs_that_do_not_fit_the_run_are_refused(model: nn.Module, tmp_path: Path) -> None:
     packs = packs_for(model)
     with train_packs(model):
