@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,6 +31,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup() -> None:
     """A command that begins a run's life says so in its own process: here in that of the tests that follow."""
     os.environ.pop("PREFIX_TRAIN_ATTEMPT", None)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)  # whatever ran before in this process
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
