@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.numerics.test_compiled import Hopper, memory
+from tests import hopper
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Each kernel as a frozen layer with hidden size 5,120 and heads of 128 would launch it, by name."""
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
     from prefix_train import norms_triton
 
-    made: dict[str, Any] = {}
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        made[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", Hopper())
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = hopper.compile_only(tmp_path, monkeypatch)
     hidden, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((75, 5120), (5120,)))
     heads, of_head = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((75, 128), (128,)))
     _, _, scales = norms_triton.rows(hidden, hidden.clone(), weight, 1e-6, True)
@@ -43,9 +30,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_norms_for_hopper(compiled: dict[str, Any], tmp_path: Path) -> None:
     """Rows are read and written 16 bytes at a time, nothing spills, and a processor has several programs at a time: 4
     and 2 of 8 warps, 8 and 5 of 4. Besides, a scale is written and read, and a head's weight one by one."""
-    from triton import knobs
-
-    found = {name: memory(kernel) for name, kernel in compiled.items()}
+    found = {name: hopper.memory(kernel) for name, kernel in compiled.items()}
     assert {name: {way: count for way, count in one.items() if way != "shared"} for name, one in found.items()} == {
         "_rows_kernel": {"ld v4.b32": 12, "st v4.b32": 8, "st b32": 1},
         "_rows_backward_kernel": {"ld v4.b32": 16, "ld b32": 1, "st v4.b32": 4},
@@ -54,11 +39,4 @@ def test_norms_for_hopper(compiled: dict[str, Any], tmp_path: Path) -> None:
     }
     most = {"_rows_kernel": 64, "_rows_backward_kernel": 128, "_gated_kernel": 64, "_gated_backward_kernel": 96}
     for name, kernel in compiled.items():
-        given = tmp_path / f"{name}.ptx"
-        given.write_text(kernel.asm["ptx"])
-        program = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(given), "-o", str(tmp_path / "out")]
-        said = subprocess.run(program, capture_output=True, text=True, check=True).stderr
-        assert "0 bytes spill stores, 0 bytes spill loads" in said
-        used = re.search(r"Used (\d+) registers", said)
-        assert used is not None
-        assert int(used[1]) <= most[name], name
+        assert hopper.registers(kernel, tmp_path) <= most[name], name
