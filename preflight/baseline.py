@@ -21,8 +21,6 @@ class AtRest:
     """Percent."""
     power_w: float | None
     sm_clock_mhz: float | None
-    most_sm_clock_mhz: float | None
-    temperature_c: float | None
 
 
 def answer_path(run: Path, attempt: int, node: str) -> Path:
@@ -55,8 +53,6 @@ def _at_rest(gpu: dict[str, str]) -> AtRest:
         memory_utilisation=numbers.get("utilization.memory"),
         power_w=numbers.get("power.draw"),
         sm_clock_mhz=numbers.get("clocks.sm"),
-        most_sm_clock_mhz=numbers.get("clocks.max.sm"),
-        temperature_c=numbers.get("temperature.gpu"),
     )
 
 

@@ -36,7 +36,6 @@ from tests.bench.preflight_stage import make_node  # noqa: E402
 
 INDEPENDENT = Path(__file__).parent / "preflight_independent"
 PARTS = ("own", "independent", "times")
-JUDGED = "64 nodes"
 
 
 @dataclass
