@@ -6,10 +6,8 @@ is stood in for by what it reads and writes, and computes nothing: values are no
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +24,7 @@ from prefix_train import attention, fused, heads, joined, machine, model, pieces
 from prefix_train.layout import Layout
 from tests import machines, models
 from tests.live_bytes import LiveBytes
+from tests.passes import NOTHING, elements, where
 
 GEOMETRY = {"hidden_size": 80, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16}
 """In the proportions of 27B: 24 query heads for 4 of keys, 6,144 for a hidden state of 5,120."""
@@ -36,13 +35,8 @@ ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor"
 STAR = [64, *[10] * 8], [-1, *[0] * 8]
 """In the proportions of 64,000 tokens that 80 times 1,000 follow."""
 
-NOTHING = ("detach", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh")
-"""Operations that touch no memory."""
-
 PRODUCTS = ("products", "frozen", "tiles", "together", "dropout", "counted", "precision", "copies")
 """Files whose operations are those of linear modules."""
-
-OURS, THEIRS = str(Path(unit.__file__).parent), "transformers/models"
 
 
 class Pass(NamedTuple):
@@ -76,7 +70,7 @@ class Passes(TorchDispatchMode):
         self._add(name, touched, name)
 
     def _add(self, name: str, touched: Sequence[Any], where: str) -> None:
-        sizes = [_elements(x) for x in touched if isinstance(x, Tensor) and not self._is_held(x)]
+        sizes = [elements(x) for x in touched if isinstance(x, Tensor) and not self._is_held(x)]
         if total := sum(size for size in sizes if size * 10 >= self._one):
             again = "recomputation" if unit.recomputing() else "backward"
             self.found.append(Pass(again if self._backward else "forward", name, where, total / self._one))
@@ -89,31 +83,12 @@ class Passes(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or name in NOTHING or name.endswith("view"):
             return found
-        where = _where()
-        if where.split(".")[0] not in PRODUCTS:
+        place = where()
+        if place.split(".")[0] not in PRODUCTS:
             blind = args[1:] if name in ("copy_", "zero_", "fill_") else args  # written to without being read
             more = args[:1] if name in ("slice_backward", "select_backward") else ()  # into what was filled with zeros
-            self._add(name, tree_leaves((blind, kwargs, found, more)), where)
+            self._add(name, tree_leaves((blind, kwargs, found, more)), place)
         return found
-
-
-def _elements(x: Tensor) -> int:
-    """That there are in memory."""
-    count = 1
-    for size, stride in zip(x.shape, x.stride(), strict=True):
-        count *= size if stride else 1
-    return count
-
-
-def _where() -> str:
-    node: Any = torch._C._current_autograd_node()
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        code = frame.f_code
-        if code.co_filename.startswith(OURS) or THEIRS in code.co_filename:
-            return f"{Path(code.co_filename).stem}.{getattr(code, 'co_qualname', code.co_name)}"
-        frame = frame.f_back
-    return "autograd" if node is None else str(node.name())
 
 
 def of_attention(how: str, grouped: bool, monkeypatch: pytest.MonkeyPatch, live: LiveBytes | None = None) -> list[Pass]:

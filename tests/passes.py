@@ -69,12 +69,12 @@ class Passes(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or name in NOTHING or name.endswith("view"):
             return found
-        nbytes = sum(_nbytes(one) for one in self._read(func, args, kwargs))
-        nbytes += sum(_nbytes(one) for one in self._counted(tree_leaves(found)))
+        nbytes = sum(one.element_size() * elements(one) for one in self._read(func, args, kwargs))
+        nbytes += sum(one.element_size() * elements(one) for one in self._counted(tree_leaves(found)))
         if nbytes:
             kind = next((kind for kind, names in KINDS.items() if name in names), "others")
             phase = "recomputation" if self.phase == "backward" and unit.recomputing() else self.phase
-            self.found.append(Pass(phase, kind, name, _where(), nbytes))
+            self.found.append(Pass(phase, kind, name, where(), nbytes))
         return found
 
     def _counted(self, tensors: list[Any]) -> Iterator[Tensor]:
@@ -145,22 +145,21 @@ def table(found: list[Pass]) -> str:
     return "\n".join(lines)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    """Of the elements that there are in memory."""
-    count = tensor.element_size()
+def elements(tensor: Tensor) -> int:
+    """How many there are in memory."""
+    count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride else 1
     return count
 
 
-def _where() -> str:
+def where() -> str:
+    """What the operation that called the caller is for: a function of ours or of a model, else the node of autograd."""
     node: Any = torch._C._current_autograd_node()
     frame: Any = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         code = frame.f_code
         if any(folder in code.co_filename for folder in OWN):
             return f"{Path(code.co_filename).stem}.{getattr(code, 'co_qualname', code.co_name)}"
-        if code.co_name == "_engine_run_backward":
-            break
         frame = frame.f_back
-    return "autograd" if node is None else f"autograd, {node.name()}"
+    return "autograd" if node is None else str(node.name())

@@ -5,6 +5,7 @@ A size is in tensors of all queries: at 144,000 positions of the 27B geometry on
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from prefix_train import heads
 from tests import attention_passes
-from tests.attention_passes import Pass
+from tests.attention_passes import Pass, Pieces
 from tests.live_bytes import LiveBytes
 
 NEEDED = {"piece": "attention itself", "join": "its pieces' outputs become one", "piece_back": "attention itself",
@@ -109,6 +110,22 @@ def test_no_more_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             attention_passes.of_attention(how, False, patched, live)
         peaks[how] = live.peak
     assert peaks["fused"] <= peaks["torch"]
+
+
+def test_gradients_of_keys_and_values_go_before_the_next_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece's are as large as those of queries, where each query head has its own keys."""
+    given: list[weakref.ref[torch.Tensor]] = []
+    backward = Pieces.backward
+
+    def watched(self: Pieces, *inputs: Any) -> Any:
+        assert [one for one in given if one() is not None] == []
+        found = backward(self, *inputs)
+        given.extend(weakref.ref(one) for one in found[1:])
+        return found
+
+    monkeypatch.setattr(Pieces, "backward", watched)
+    attention_passes.of_attention("fused", False, monkeypatch)
+    assert len(given) == 6
 
 
 def test_a_gradient_taken_by_index_would_show(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
