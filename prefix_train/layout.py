@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from prefix_train.groups import CHUNK as CHUNK
 from prefix_train.groups import GROUP, Group, Ints, chunk_indices, levels_of, ranges
 
 ALIGN = 2
