@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from identify.identify import tags_from_path
 from pre_commit.clientlib import InvalidConfigError, load_config
 
 from tests import documents
@@ -79,6 +81,22 @@ def test_what_is_fit_passes_every_hook(repository: Path) -> None:
     told = {line.split("....")[0] for line in ran.stdout.splitlines() if line.endswith("Passed")}
     assert {"ruff check", "ruff format", "YAML can be read", "files end with one line end"} <= told, ran.stdout
     assert [line for line in ran.stdout.splitlines() if line.endswith("Failed") and "mypy" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "spoilt"), [("trailing-whitespace", rb"[ \t]\r?\n"), ("end-of-file", rb"[^\n]\Z|\n\n\Z")]
+)
+def test_every_committed_file_passes_the_hooks_that_would_change_it(hook: str, spoilt: bytes) -> None:
+    """`pre-commit run --all-files` leaves a fresh clone as it is."""
+    (local,) = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["repos"]
+    (exclude,) = [one["exclude"] for one in local["hooks"] if one["id"] == hook]
+    listed = run(ROOT, "git", "ls-files", "-z").stdout.split("\0")
+    names = [name for name in listed if name and (ROOT / name).is_file() and not re.search(exclude, name)]
+    assert len(names) > 300
+    texts = (name for name in names if "text" in tags_from_path(str(ROOT / name)))
+    assert [name for name in texts if re.search(spoilt, (ROOT / name).read_bytes())] == []
+    name, content = SPOILT[hook]
+    assert re.search(spoilt, content.encode()), name
 
 
 @pytest.mark.parametrize("hook", sorted(SPOILT))
