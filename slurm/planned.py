@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from configs.errors import UserError
+from configs.modelpath import locate
 from configs.schema import Config
 from configs.wording import counted
-from prefix_train import budget, lengths, plan_summary
+from prefix_train import budget, kernel_choice, lengths, plan_summary
 from prefix_train.budget import GIB, Shape
 from prefix_train.lengths import LengthIndex
 from prefix_train.plan import Plan
@@ -23,11 +24,14 @@ FIGURES = ("packs", "updates", "examples", "positions", "logical_tokens", "ratio
 
 
 def require(config: Config) -> None:
-    """Raise UserError for what would end a run that streams before its first update and can be known here: its store is
-    not there or another model's, or the plan needs more than its budget.
+    """Raise UserError for what would end a run before its first update and can be known here: kernels are asked for
+    that do not take the model; of a run that streams its store is not there or another model's, or the plan needs more
+    than its budget.
     """
     if config.engine == "stream":
         sketch(config)
+    else:
+        _require_kernels(config)
 
 
 def sketch(config: Config) -> dict[str, Any]:
@@ -36,12 +40,19 @@ def sketch(config: Config) -> dict[str, Any]:
     `memory` of `known`: predicted bytes of the pack with the most positions, on each GPU and pinned on each node. More
     than MOST_EXAMPLES are counted, not planned; `memory` is then that of one example as long as `pack.max_positions`.
     """
+    _require_kernels(config)
     if config.engine == "stream":
         origin.require(config)
     found, largest = _sketch(config)
     if config.engine == "stream":
         _require_budget(config, largest)
     return found
+
+
+def _require_kernels(config: Config) -> None:
+    if config.model.path is not None and not locate(config.model.path).exists():
+        return  # it may be there where the job runs
+    kernel_choice.choose(config, kernel_choice.expected(config))
 
 
 def _sketch(config: Config) -> tuple[dict[str, Any], Shape | None]:
