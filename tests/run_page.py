@@ -8,7 +8,7 @@ from pathlib import Path
 from prefix_train.results import page
 from prefix_train.results.run import Run
 
-VOID = {"meta", "link", "img", "br", "hr", "input"}
+VOID = {"meta", "link", "img", "br", "hr", "input", "wbr"}
 
 
 class Page(HTMLParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def render(template: Path, **values: Any) -> str:
         loader=FileSystemLoader([template.parent, HERE]), autoescape=True, undefined=StrictUndefined, finalize=_visible,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters["breakable"] = _breakable
     return environment.get_template(template.name).render(**values, colours=charts.COLOURS, dashes=charts.DASHES)
 
 
@@ -32,6 +34,11 @@ def write(text: str, place: Path, option: str) -> None:
         runfolder.write_text(place, text)
     except OSError as error:
         raise UserError(f"{place} cannot be written: {error.strerror}; say where with {option} FILE.html") from error
+
+
+def _breakable(text: str) -> Markup:
+    """`text` whose lines may break behind dots, underscores and slashes: names of options and files on a phone."""
+    return Markup("<wbr>").join(re.split(r"(?<=[._/])", charts.visible(text)))
 
 
 def _visible(value: Any) -> Any:

@@ -15,7 +15,7 @@ from configs import console, runfolder
 from configs.errors import UserError
 from prefix_train import cli, heartbeat
 from prefix_train.plan_summary import summary
-from prefix_train.results import charts, lives, page, tables
+from prefix_train.results import charts, document, lives, page, tables
 from tests import run_folders as made
 from tests.run_folders import BEGAN
 from tests.run_page import Page, shown
@@ -414,3 +414,13 @@ def test_damage_to_numbers_of_lives_does_no_harm(tmp_path: Path, life: int) -> N
     (run / runfolder.LIVES / "٣.json").write_text("{}")
     found, _ = shown(run)
     assert list(found.table("Lives")) == ["life", "0", str(life or 99999999999)]
+
+
+def test_long_names_break_behind_dots_and_stay_text(tmp_path: Path) -> None:
+    """On a phone a name is not cut within a word; what the page shows is the name all the same."""
+    run = made.begun(tmp_path / "new")
+    runs = page.read([run])
+    text = page.render(runs)
+    assert '<th scope="row">data.<wbr>train</th>' in text
+    assert Page(text).table("Options that are not")["data.train"][0] == "t.jsonl"
+    assert document._breakable("a.<b>_c\x07") == "a.<wbr>&lt;b&gt;_<wbr>c\\x07"
