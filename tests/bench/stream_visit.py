@@ -21,13 +21,16 @@ from tests import launches, visits
 
 
 def print_launches() -> None:
-    """For both kinds of blocks."""
-    blocks = visits.MODEL["num_hidden_layers"]
-    for sizes, targets in ((visits.MODEL, visits.TARGETS), (visits.HYBRID, visits.OF_HYBRID)):
+    """For both kinds of blocks; of those with attention for fused kernels, too."""
+    blocks, fused = visits.MODEL["num_hidden_layers"], {"heads": "fused", "elementwise": "fused"}
+    plain, hybrid = (visits.MODEL, visits.TARGETS), (visits.HYBRID, visits.OF_HYBRID)
+    for (sizes, targets), chosen in ((plain, {}), (plain, fused), (hybrid, {})):
         with tempfile.TemporaryDirectory() as folder, launches.kernels():
-            run, root = visits.small(Path(folder) / "store", build_of=sizes, targets=targets, positions=128)
+            run, root = visits.small(
+                Path(folder) / "store", build_of=sizes, targets=targets, positions=128, kernels=chosen
+            )
             run()
-            print(f"{sizes['model_type']}\n{launches.table(launches.count(run), blocks)}\n")
+            print(f"{sizes['model_type']} {chosen}\n{launches.table(launches.count(run), blocks)}\n")
             root.source.close()
 
 
