@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import glob
+import hashlib
 import os
 import re
 import shutil
@@ -130,9 +131,22 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_record(folder: Path, done: Exported, **more: str) -> None:
-    """`export.json`: what was exported, by its digest; `kind` is adapter, model or merged."""
+    """`export.json`: what was exported, by its digest; `kind` is adapter, model or merged.
+
+    Also the SHA-256 of every weight file, which `prefix-train check` compares: logits do not show a tensor, or a row of
+    one, that no example of the check uses.
+    """
     record = {"digest": done.digest, "tensors": done.tensors, "parameters": done.parameters}
-    runfolder.write_json(folder / RECORD, record | more)
+    runfolder.write_json(folder / RECORD, record | more | {"files": weight_files(folder)})
+
+
+def weight_files(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each weight file in `folder`, by its name."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as stream:
+            found[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
 
 
 def from_checkpoint(folder: Path, model: nn.Module) -> dict[str, Tensor]:

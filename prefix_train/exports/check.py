@@ -84,10 +84,10 @@ def check(folder: Path, config: Config, trained: Mapping[str, Tensor], examples:
     if not (folder / export.RECORD).is_file():
         raise UserError(f"{folder} is no export: it has no {export.RECORD}; make one with `prefix-train export RUN`")
     record = runfolder.read_json(folder / export.RECORD)
-    if "kind" not in record:
+    if not {"kind", "files"} <= record.keys():
         raise UserError(
-            f"{folder / export.RECORD} does not say what kind of export this is: an earlier version wrote it; "
-            "export it again with `prefix-train export RUN`"
+            f"{folder / export.RECORD} does not say what kind of export this is, or what its files were: an earlier "
+            "version wrote it; export it again with `prefix-train export RUN`"
         )
     adapter = record["kind"] == "adapter"
     dtype = config.model.dtype if adapter else runfolder.read_json(folder / "config.json")["dtype"]
@@ -109,7 +109,7 @@ def check(folder: Path, config: Config, trained: Mapping[str, Tensor], examples:
             "text": text,
         }
         found, answer = alone(task, examples, Path(name))
-    complaints = list(answer["said"])
+    complaints = list(answer["said"]) + file_complaints(folder, record["files"])
     if text is not None and found is not None:
         complaints += tokenizer_complaints(wanted.tokenizer, text, answer)
     return judge(folder, record, dtype, wanted, found, complaints)
@@ -225,6 +225,17 @@ def _writing(folder: Path) -> Iterator[None]:
 
 def _no_room(folder: Path, why: str) -> UserError:
     return UserError(f"{folder} could not be written: {why}; name another folder for such files: TMPDIR=FOLDER")
+
+
+def file_complaints(folder: Path, written: Mapping[str, str]) -> list[str]:
+    """What is no longer as it was written: a weight that no example uses makes no difference to their logits."""
+    found = export.weight_files(folder)
+    said = []
+    for name in sorted(found.keys() | written):
+        if found.get(name) != written.get(name):
+            how = "is not there any more" if name not in found else "was not exported" if name not in written else ""
+            said.append(f"{name} {how or 'is not what was exported: its SHA-256 is another'}")
+    return said
 
 
 def tokenizer_complaints(tokenizer: Any, text: str, answer: dict[str, Any]) -> list[str]:

@@ -170,7 +170,27 @@ def test_a_fault_in_a_merged_model_is_found(tmp_path: Path, fault: str) -> None:
     found = check_export(done.folder, run, 2)
     assert not found["passed"]
     assert found["difference"] > 10 * found["bound"]
-    assert found["complaints"] == []
+    assert all("SHA-256" in line for line in found["complaints"])
+
+
+@pytest.mark.parametrize("merging", [None, MERGED])
+def test_a_change_that_no_example_sees_is_found(tmp_path: Path, merging: Merging | None) -> None:
+    """A bit of one weight, and a tensor that nothing asks for: the logits stay as they are."""
+    run = run_in(tmp_path)
+    folder = export_run(run, merging=merging).folder
+    path = min(folder.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+    save_file({"other": torch.ones(1)}, folder / "other.safetensors")
+    found = check_export(folder, run, 1)
+    assert found["difference"] <= found["bound"]
+    assert found["complaints"] == sorted([
+        f"{path.name} is not what was exported: its SHA-256 is another", "other.safetensors was not exported",
+    ])  # fmt: skip
+    assert not found["passed"]
+    path.unlink()
+    assert f"{path.name} is not there any more" in check_export(folder, run, 1)["complaints"]
 
 
 def test_merging_with_a_wrong_scaling_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,11 +235,12 @@ def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
         check_export(tmp_path / "source", run, 1)
 
 
-def test_an_export_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["kind", "files"])
+def test_an_export_of_an_earlier_version_is_refused_in_one_line(tmp_path: Path, key: str) -> None:
     run = run_in(tmp_path)
     done = export_run(run)
     record = json.loads((done.folder / export.RECORD).read_text())
-    del record["kind"]
+    del record[key]
     (done.folder / export.RECORD).write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"adapter/export\.json does not say what kind .*`prefix-train export RUN`"):
         check_export(done.folder, run, 1)
