@@ -134,8 +134,13 @@ def scaled(shape: Shape, positions: int) -> Shape:
         return -(-count * positions // shape.positions)
 
     pairs = shape.pairs * positions**2 // shape.positions**2
-    counts = (shape.segments, shape.inner, shape.chunks, shape.rows, shape.level, shape.level_chunks, shape.piece)
-    return Shape(positions, pairs, *map(grow, counts))
+    names = ("segments", "inner", "chunks", "rows", "level", "level_chunks", "piece", "reordered")
+    counts = {name: grow(getattr(shape, name)) for name in names}
+    calls = (
+        replace(call, **{name: grow(count) for name, count in asdict(call).items() if name != "chunk"})
+        for call in shape.calls
+    )
+    return replace(shape, positions=positions, pairs=pairs, calls=tuple(calls), **counts)
 
 
 def judge(config: Config, found: Budget, listed: Sequence[Choice], room: Room) -> Verdict:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from configs.rules import COUNTED_RANK
 from configs.schema import AdapterConfig, Config
 from prefix_train.geometry import Geometry
 from prefix_train.kernel_choice import Kernels
+from prefix_train.recurrence_bytes import Reference
 from prefix_train.shape import DELTA_CHUNK, Shape
 
 GATHERED_STATES = 512 << 20
@@ -75,19 +77,6 @@ def head_groups(heads: tuple[int, int], size: int, positions: int, piece: int, s
     )
 
 
-def reference_bytes(geometry: Geometry, shape: Shape) -> tuple[int, int]:
-    """What one Gated DeltaNet mixer keeps, and what its backward makes beside that, where plain torch computes the
-    recurrence (`chunked`) in float32: tensors as wide as the keys, as the keys of each value head, as the values, and
-    as a chunk. How many was found by counting, for autograd decides; within 7% (tests/numerics/test_block_bytes.py).
-    Seven tenths are kept; of the others those of a depth are there at a time, and what the depths below have left.
-    """
-    heads = int(geometry.text["linear_num_value_heads"])
-    keys = heads * int(geometry.text["linear_key_head_dim"])
-    width = 3 * geometry.linear_key_width + 19.5 * keys + 13 * geometry.linear_value_width + 5.5 * DELTA_CHUNK * heads
-    total = 4 * (width * DELTA_CHUNK * shape.chunks + 4 * shape.segments * geometry.state_elements)
-    return int(0.7 * total), int(0.15 * total * (1 + shape.level_chunks / shape.chunks))
-
-
 def state_bytes(geometry: Geometry, shape: Shape) -> int:
     """Recurrent states that one Gated DeltaNet layer keeps, float32: those that segments with children hand on, and
     those that one group of segments starts from."""
@@ -113,13 +102,22 @@ def feed_forward_gradient_bytes(geometry: Geometry, layer: int, positions: int, 
 
 
 def feed_forward_tile_bytes(
-    geometry: Geometry, layer: int, positions: int, adapter: AdapterConfig, fused: bool, itemsize: int = 2
+    geometry: Geometry, layer: int, positions: int, adapter: AdapterConfig, fused: bool, masks: bool, itemsize: int = 2
 ) -> int:
     """What the backward of a tile of a gated feed-forward with frozen weights makes: gate, up, their product, which an
     adapter of the last linear module alone needs, its gradient; and, where the activation is not one kernel (`fused`)
-    that writes over what it reads, both gradients and a temporary."""
-    tensors = 4 - ("down_proj" not in adapter.targets) + 3 * (not fused)
-    return tensor_bytes(positions, tensors * geometry.mlp_width(layer), itemsize=itemsize)
+    that writes over what it reads, both gradients and a temporary.
+
+    masks: an adapter's dropout has a mask written out, and its input multiplied by it: one module's at a time, the last
+    one's before there are these gradients, the others' when the temporary is gone."""
+    inner = geometry.mlp_width(layer)
+    tensors = 4 - ("down_proj" not in adapter.targets)
+    moments = [(tensors + 3 * (not fused)) * inner]
+    if masks and "down_proj" in adapter.targets:
+        moments.append((tensors + 2) * inner)
+    if masks and {"gate_proj", "up_proj"} & set(adapter.targets):
+        moments.append((tensors + 2 * (not fused)) * inner + 2 * geometry.hidden)
+    return tensor_bytes(positions, max(moments), itemsize=itemsize)
 
 
 def mixer_gradient_bytes(
@@ -148,12 +146,14 @@ def mixer_gradient_bytes(
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One decoder layer at the worst moment of its backward. kept: what its forward left. made: gradients beside it."""
+    """One decoder layer at the worst moment of its backward. kept: what its forward left. made: gradients beside it.
+    lull: bytes less than that while the feed-forward's products are computed."""
 
     layer: int
     kept: int
     made: int
     what: str
+    lull: int = 0
 
     @classmethod
     def of(cls, config: Config, kernels: Kernels, geometry: Geometry, layer: int, shape: Shape) -> LayerBytes:
@@ -167,6 +167,7 @@ class LayerBytes:
         block = feed_forward_bytes(geometry, layer, positions, itemsize)
         gradient = feed_forward_gradient_bytes(geometry, layer, positions, itemsize)
         of_mixer, of_block = _adapter_bytes(config, geometry, layer, positions)
+        activating = 0
         one = tensor_bytes(positions, geometry.hidden, itemsize=itemsize)
         if rows := tile_rows(config):
             mixer -= one  # the norm's input is the layer's
@@ -176,18 +177,20 @@ class LayerBytes:
             if not geometry.sparse(layer):
                 tile = min(rows, positions)
                 if adapted(config):
+                    fused, masks = kernels.elementwise != "torch", writes_masks(config)
                     gradient = one + feed_forward_tile_bytes(
-                        geometry, layer, tile, config.adapter, kernels.elementwise != "torch", itemsize
+                        geometry, layer, tile, config.adapter, fused, masks, itemsize
                     )
+                    gradient += sum(_adapter_bytes(config, geometry, layer, tile, dropout=False))
+                    activating = 0 if fused else tensor_bytes(tile, geometry.mlp_width(layer), itemsize=itemsize)
                 else:
                     gradient = one + feed_forward_gradient_bytes(geometry, layer, tile, itemsize)
                     gradient += feed_forward_bytes(geometry, layer, tile, itemsize)
-                gradient += sum(_adapter_bytes(config, geometry, layer, tile))
                 block = 2 * one
         mixer_gradient = mixer_gradient_bytes(geometry, kind, shape, itemsize, kernels.attention == "joined")
         if kind != "full_attention" and kernels.deltanet == "reference":
             mixer -= mixer_bytes(geometry, kind, shape, itemsize) - 2 * one
-            recurrence, mixer_gradient = reference_bytes(geometry, shape)
+            recurrence, mixer_gradient = Reference.of(geometry, itemsize).bytes(shape)
             mixer += recurrence
         mixer, block = mixer + of_mixer, block + of_block
         if keeps_middle(config, geometry.layers, layer):
@@ -195,7 +198,9 @@ class LayerBytes:
         else:
             moments = [(mixer + block, gradient), (mixer + of_block, mixer_gradient)]
         whose = ["the feed-forward's", f"those of {kind.replace('_', ' ')}"]
-        return max((cls(layer, *moment, what) for moment, what in zip(moments, whose, strict=True)), key=cls.total)
+        worst = max((cls(layer, *moment, what) for moment, what in zip(moments, whose, strict=True)), key=cls.total)
+        multiplying = sum(moments[0]) - activating
+        return replace(worst, lull=worst.total() - multiplying)
 
     def total(self) -> int:
         """All that the moment takes."""
@@ -224,15 +229,24 @@ def keeps_middle(config: Config, layers: int, layer: int) -> bool:
     return layer >= layers - kept_layers(config.memory.keep_middle, layers)
 
 
-def _adapter_bytes(config: Config, geometry: Geometry, layer: int, positions: int) -> tuple[int, int]:
-    """Of the mixer's adapters, and of the feed-forward's."""
+def writes_masks(config: Config) -> bool:
+    """Are masks of dropout written out? Those that are counted are not on a GPU, where kernels take the rank."""
+    adapter = config.adapter
+    in_registers = adapter.masks == "counted" and config.slurm.gpus_per_node > 0 and adapter.rank <= COUNTED_RANK
+    return adapter.dropout > 0 and not in_registers
+
+
+def _adapter_bytes(
+    config: Config, geometry: Geometry, layer: int, positions: int, dropout: bool = True
+) -> tuple[int, int]:
+    """Of the mixer's adapters, and of the feed-forward's. dropout: as it is set, or none."""
     if not adapted(config):
         return 0, 0
     itemsize, targets = ITEMSIZE[config.model.dtype], config.adapter.targets
+    adapter = config.adapter if dropout else replace(config.adapter, dropout=0.0)
     parts = [[name for name in targets if (name in FEED_FORWARD) == of_block] for of_block in (False, True)]
     of_mixer, of_block = (
-        adapter_input_bytes(geometry, layer, positions, replace(config.adapter, targets=part), itemsize)
-        for part in parts
+        adapter_input_bytes(geometry, layer, positions, replace(adapter, targets=part), itemsize) for part in parts
     )
     return of_mixer, of_block
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 DELTA_CHUNK = 64
 """Tokens per chunk of the delta rule: its kernels keep one state per chunk."""
+
+
+CALL = 128
+"""Segments of one depth that a recurrent kernel computes at a time (`groups.GROUP`)."""
 
 
 def visible_pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
@@ -22,6 +26,35 @@ def visible_pairs(lengths: Sequence[int], parents: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of a recurrent kernel, with up to CALL segments of one depth, as `groups` lays them out for plain torch.
+
+    tokens: of its segments. rows: with what fills their last chunks up, of `chunk` tokens each. handed: states that a
+    chunk hands to the next one. written: rows whose chunks change a state that is read; copied: of these, those in
+    steps with several segments.
+    """
+
+    tokens: int
+    segments: int
+    chunk: int
+    rows: int
+    handed: int
+    written: int
+    copied: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], stored: bool) -> Call:
+        """Of segments of these lengths. stored: has any of them children?"""
+        chunk = min(DELTA_CHUNK, max(lengths))
+        steps = [-(-length // chunk) for length in lengths]
+        active = [sum(count > step for count in steps) for step in range(max(steps))]
+        writing = active if stored else active[:-1]
+        several = sum(count for count in writing if count > 1)
+        rows = [chunk * sum(active), chunk * sum(writing), chunk * several]
+        return cls(sum(lengths), len(lengths), chunk, rows[0], sum(active[:-1]), rows[1], rows[2])
+
+
+@dataclass(frozen=True)
 class Shape:
     """What memory and time depend on of a pack.
 
@@ -29,7 +62,8 @@ class Shape:
     per segment. rows: prediction rows that go through the head. level, level_chunks: tokens and chunks of the depth
     that has most tokens: a recurrent kernel runs over one depth at a time. piece: most of 3 x queries + 4 x keys over
     the dense pieces of attention: copies of keys and values for each query head, their gradients, and the queries', in
-    the kernel's float32 too.
+    the kernel's float32 too. reordered: positions that have to be sorted by depth. calls: of recurrent kernels, by
+    depth.
     """
 
     positions: int
@@ -41,6 +75,8 @@ class Shape:
     level: int
     level_chunks: int
     piece: int
+    reordered: int
+    calls: tuple[Call, ...]
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int], rows: int) -> Shape:
@@ -67,4 +103,16 @@ class Shape:
         return cls(
             sum(lengths), visible_pairs(lengths, parents), len(lengths), len(set(parents) - {-1}), sum(chunks), rows,
             tokens[level], of_level[level], max(max(together.values(), default=0), max(reads, default=0)),
+            sum(lengths) * (depths != sorted(depths)), tuple(_calls(lengths, parents, depths)),
         )  # fmt: skip
+
+
+def _calls(lengths: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Iterator[Call]:
+    of_depth: dict[int, list[int]] = {}
+    for segment, depth in enumerate(depths):
+        of_depth.setdefault(depth, []).append(segment)
+    inner = set(parents)
+    for _, segments in sorted(of_depth.items()):
+        for first in range(0, len(segments), CALL):
+            part = segments[first : first + CALL]
+            yield Call.of([lengths[segment] for segment in part], any(segment in inner for segment in part))

@@ -22,7 +22,7 @@ from prefix_train.render import Example
 from prefix_train.stream import places, random_store, sources
 from prefix_train.stream.bench import OPTIONS
 from prefix_train.stream.build import build
-from prefix_train.stream.planner import MANIFEST
+from prefix_train.stream.origin import MANIFEST
 from prefix_train.stream.store import Store
 
 FACTOR = re.compile(r"layers\.(\d+)\.(.+?)\.lora_([AB])\b")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import torch
 from torch import Tensor
@@ -114,11 +114,13 @@ def _without_hashes(manifest: Manifest) -> Manifest:
 def _unfinished(folder: Path, planned: Manifest, stamp: tuple[Any, ...]) -> Iterator[None]:
     """Holds `folder` for this build alone, and says in it what is built there until that is finished."""
     note, lock = folder / BUILDING, folder / LOCK
-    with lock.open("a") as held:
+    with _opened(lock) as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"{folder}: another process is building a store there: wait for it, or end it") from error
+        except OSError as error:
+            raise UserError(f"{lock} cannot be locked: {error.strerror}: give another --out") from error
         text = json.dumps({"manifest": json.loads(manifests.encode(planned)), "stamp": stamp})
         if not note.exists():
             if found := sorted(path.name for path in folder.iterdir() if path != lock and path.name[0] != "."):
@@ -126,15 +128,22 @@ def _unfinished(folder: Path, planned: Manifest, stamp: tuple[Any, ...]) -> Iter
                 raise UserError(f"{folder} holds {found[0]} and is no store: give a new folder")
             with _room(folder, note.name, len(text)):
                 runfolder.write_text(note, text)
-        elif note.read_text(encoding="utf-8") != text:
+        elif note.read_bytes() != text.encode():
             raise UserError(
                 f"{folder} holds an unfinished store of another model or in another form, or the model's files have "
                 "changed since: remove it, or give another folder"
             )
-        for stray in folder.glob(".*"):
+        for stray in folder.glob(".*.tmp"):
             stray.unlink()  # what a killed build was writing
         yield
         _tidy(folder)
+
+
+def _opened(lock: Path) -> TextIO:
+    try:
+        return lock.open("a")
+    except OSError as error:
+        raise UserError(f"no store can be made in {lock.parent}: {error.strerror}: give another --out") from error
 
 
 def _write_blocks(
@@ -167,14 +176,17 @@ def _in_order(write: Callable[[BlockFile], BlockFile], blocks: list[BlockFile], 
 
 
 def _complete(folder: Path, block: BlockFile) -> BlockFile | None:
-    """`block` with its hashes, if its file is there and whole by what its header says; none if not."""
+    """`block` with its hashes, if its file is there, can be read and is whole by what its header says; none if not."""
     path = folder / block.file
-    if not path.exists() or path.stat().st_size != block.nbytes:
-        return None
-    with path.open("rb") as file:
-        found = _hashed(block, lambda part: _digest(file, part))
-        file.seek(0)
-        return found if file.read(HEADER) == manifests.header(found.sha256) else None
+    try:
+        if path.stat().st_size != block.nbytes:
+            return None
+        with path.open("rb") as file:
+            found = _hashed(block, lambda part: _digest(file, part))
+            file.seek(0)
+            return found if file.read(HEADER) == manifests.header(found.sha256) else None
+    except OSError:
+        return None  # it is written anew
 
 
 def _digest(file: BinaryIO, part: PartSpec) -> str:
@@ -230,12 +242,13 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 @contextmanager
 def _room(folder: Path, what: str, nbytes: int) -> Iterator[None]:
-    """Turns a full disk into one line that says what did not fit. What was being written is gone, the rest is kept."""
+    """Turns what the disk refuses into one line; a full one's says what did not fit. What was being written is gone,
+    the rest is kept."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
-            raise
+            raise UserError(f"{error.filename or folder / what}: {error.strerror}, while {what} was written") from error
         free = shutil.disk_usage(folder).free
         raise UserError(
             f"{folder}: {FULL[error.errno]}: {what} has {nbytes:,} bytes, {free:,} are free ({error.strerror}); "

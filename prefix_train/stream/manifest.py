@@ -126,13 +126,15 @@ def read(folder: Path) -> Manifest:
     """The manifest of the store in `folder`. UserError where there is none, or where it is damaged or not ours."""
     path = folder / NAME
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest, dec_hook=_decode)
+        data = path.read_bytes()
+        origin.require_format(path, msgspec.json.decode(data, type=dict)["format"])  # before its fields are looked at
+        manifest = msgspec.json.decode(data, type=Manifest, dec_hook=_decode)
     except FileNotFoundError as error:
         raise UserError(f"{folder} is no store: there is no {NAME}; make one with prefix-train stream build") from error
+    except KeyError as error:
+        raise UserError(f"{path} cannot be read as a store's manifest: it has no {error}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a store's manifest: {error}") from error
-    if manifest.format != FORMAT:
-        raise UserError(f"{path}: format {manifest.format}, and {FORMAT} is expected; build the store again")
     found = hashlib.sha256(_json(replace(manifest, sha256=""))).hexdigest()
     if found != manifest.sha256:
         raise UserError(f"{path} was changed: sha256 {manifest.sha256} expected, {found} found; build the store again")

@@ -40,8 +40,11 @@ def require(config: Config) -> None:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if (written := manifest["format"]) != FORMAT:
-            raise UserError(f"format {written!r}, and {FORMAT} is expected")
+        written = manifest["format"]
+    except UNREADABLE as error:
+        raise UserError(f"{path} cannot be read as a store's manifest: {error!r}; build the store again") from error
+    require_format(path, written)
+    try:
         sizes = {f"{block['name']}.bin": int(block["nbytes"]) for block in manifest["blocks"]}
         source, dtype = dict(manifest["source"]), str(manifest["dtype"])
         theirs = _sizes(Geometry.of(dict(manifest["config"])))
@@ -65,6 +68,15 @@ def require(config: Config) -> None:
         if found != nbytes:
             told = "is not there" if found is None else f"has {found:,} bytes"
             raise UserError(f"{folder / name} {told}, {nbytes:,} are expected; remove the store and build it again")
+
+
+def require_format(path: Path, written: Any) -> None:
+    """Raise UserError unless `written`, the format that the manifest at `path` names, is the one that is read here."""
+    if written == FORMAT:
+        return
+    newer = isinstance(written, int) and written > FORMAT
+    told = " (a newer prefix-train wrote it: update this one to use it)" if newer else ""
+    raise UserError(f"{path}: format {written!r}, and {FORMAT} is expected{told}; build the store again")
 
 
 def has_weights(config: ModelConfig) -> bool:

@@ -13,15 +13,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from configs import rules
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import budget
 from prefix_train.budget import GIB, ITEMSIZE, Budget, Shape, Term, tensor_bytes
 from prefix_train.budget_choices import scaled
 from prefix_train.geometry import Geometry, read_config
+from prefix_train.layer_bytes import LayerBytes
+from prefix_train.stream import origin
 from prefix_train.stream.schedule import reads
-
-MANIFEST = "manifest.json"
 
 CONTEXT = 864 << 20
 """Bytes that a CUDA context and its libraries take of a GPU besides torch's allocator, and some to spare: 828 to 844
@@ -37,7 +39,8 @@ RECORDING = 512 << 10
 """Bytes that a recording of launches takes of a GPU besides torch's allocator. An estimate: not measured."""
 
 SCRATCH = 1 << 18, 6
-"""Elements that are dequantised at once (`nf4.CHUNK`), and bytes that each takes besides the matrix it goes to."""
+"""Elements that are dequantised at once (`nf4.CHUNK`) without a GPU, and bytes that each takes besides the matrix it
+goes to. On a GPU one kernel does it, without."""
 
 NF4_BYTES, ALIGNMENT = 0.5 + 4 / 64, 64
 """Per element of a quantised matrix without double quantisation; and what every part begins at."""
@@ -62,7 +65,7 @@ class Files:
     def of(cls, config: Config, geometry: Geometry) -> Files:
         """Of the run's store; of NF4 for its model where there is no store yet."""
         folder = config.stream.store
-        if folder is not None and (path := Path(folder) / MANIFEST).is_file():
+        if folder is not None and (path := Path(folder) / origin.MANIFEST).is_file():
             return cls._of_store(path)
         source = f"the model's sizes; there is no store in {folder} yet, NF4 assumed"
         return cls._of_geometry(geometry, ITEMSIZE[config.model.dtype], NF4_BYTES, source)
@@ -77,7 +80,9 @@ class Files:
     @classmethod
     def _of_store(cls, path: Path) -> Files:
         try:
-            listed = json.loads(path.read_text(encoding="utf-8"))["blocks"]
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            origin.require_format(path, manifest["format"])
+            listed = manifest["blocks"]
             nbytes = {block["name"]: int(block["nbytes"]) for block in listed}
             shapes = [tensor["shape"] for block in listed for tensor in block["tensors"] if tensor["weights"] == "nf4"]
             blocks = tuple(
@@ -181,25 +186,27 @@ class Plan:
             return
         largest = sorted(self.budget.at_most("gpu"), key=lambda term: -term.bytes)[:3]
         terms = ", ".join(f"{term.name} {term.bytes / GIB:.3f}" for term in largest)
+        fitting = "; ".join(self.would_fit()) or "nothing with this model, not even one position"
         raise UserError(
             f"stream.budget_gib={self.config.stream.budget_gib:g} is too small: packs of up to "
-            f"{self.shape.positions:,} positions need {self.needed / GIB:.3f} GiB (largest terms {terms}); what would "
-            f"fit: {'; '.join(self.would_fit()) or 'nothing with this model, not even one position'}"
+            f"{counted(self.shape.positions, 'position')} need {self.needed / GIB:.3f} GiB (largest terms {terms}); "
+            f"what would fit: {fitting}"
         )
 
     def would_fit(self) -> list[str]:
-        """Changes of one option, then of several, with which the budget would do."""
-        found = [name for name, other in self._changes() if make(other, self.shape, self.files).fits]
-        least = self.config
-        for _, change in CHANGES:
-            least = change(least)
+        """Changes of one option, then of several, which the options' rules allow and with which the budget would do."""
+        found = [name for name, other in self._changes() if self._does(other)]
+        names, least = self._all_changes()
         if most := self._largest(self.config):
             found.append(f"pack.max_positions={most}")
-        if not found and make(least, self.shape, self.files).fits:
-            found.append(" ".join(name for name, _ in self._changes()))
+        if not found and self._does(least):
+            found.append(" ".join(names))
         if not most and (most := self._largest(least)):
-            found.append(" ".join([*(name for name, _ in self._changes()), f"pack.max_positions={most}"]))
+            found.append(" ".join([*names, f"pack.max_positions={most}"]))
         return found
+
+    def _does(self, config: Config) -> bool:
+        return rules.accepts(config) and make(config, self.shape, self.files).fits
 
     def _changes(self) -> Iterator[tuple[str, Config]]:
         for name, change in CHANGES:
@@ -207,13 +214,23 @@ class Plan:
             if other != self.config:
                 yield name.format(tile=TILE), other
 
+    def _all_changes(self) -> tuple[list[str], Config]:
+        """Those that may be made one after the other, and what they come to."""
+        names, least = [], self.config
+        for name, change in CHANGES:
+            other = change(least)
+            if other != least and rules.accepts(other):
+                names.append(name.format(tile=TILE))
+                least = other
+        return names, least
+
     def _largest(self, config: Config) -> int:
         """Most positions of a pack in the same proportions."""
         low, high = 0, self.shape.positions
         while high - low > 1:
             middle = (low + high) // 2
-            fits = make(_with(config, "pack", max_positions=middle), scaled(self.shape, middle), self.files).fits
-            low, high = (middle, high) if fits else (low, middle)
+            does = self._does(_with(config, "pack", max_positions=middle))
+            low, high = (middle, high) if does else (low, middle)
         return low
 
     def describe(self) -> str:
@@ -223,8 +240,8 @@ class Plan:
             f"sizes from {self.files.source}",
             *self._other_store(),
             f"budget {self.limit / GIB:.3f} GiB, {'fits' if self.fits else 'TOO SMALL'}; {self.resident} of "
-            f"{len(self.files.blocks)} blocks stay; {self.reads() / 1e9:.2f} GB read per pass of "
-            f"{self.config.stream.packs_per_visit} packs",
+            f"{counted(len(self.files.blocks), 'block')} resident; {self.reads() / 1e9:.2f} GB read per pass of "
+            f"{counted(self.config.stream.packs_per_visit, 'pack')}",
         ]
         if not self.fits:
             lines.append("what would fit: " + ("; ".join(self.would_fit()) or "nothing"))
@@ -318,7 +335,7 @@ def _weights(config: Config, files: Files, resident: int, found: Budget) -> list
     tiles = min(HEAD_TILES, -(-words // tile))
     itemsize = ITEMSIZE[config.model.dtype]
     one = tensor_bytes(tile, found.geometry.hidden, itemsize=itemsize)
-    matrix = files.matrix * itemsize + min(files.matrix, SCRATCH[0]) * SCRATCH[1]
+    matrix = files.matrix * itemsize
     trained = next(term for term in found.terms if term.name == "trained parameters")
     context, workspaces, lost = (CONTEXT, WORKSPACES, FRAGMENTS) if config.slurm.gpus_per_node else (0, 0, 0)
     return [
@@ -326,9 +343,9 @@ def _weights(config: Config, files: Files, resident: int, found: Budget) -> list
         Term("workspaces", workspaces, "gpu", "cuBLAS's, one for each direction"),
         Term("fragments", lost, "gpu", "what torch's allocator cannot hand out"),
         Term("slots", slots * largest, "gpu", f"{slots} x {largest:,} B, the largest block that passes through"),
-        Term("resident blocks", sum(staying), "gpu", f"{resident} of {len(files.blocks)} blocks"),
+        Term("resident blocks", sum(staying), "gpu", f"{resident} of {counted(len(files.blocks), 'block')}"),
         Term("tiles of the head", tiles * one, "gpu", f"{tiles} x {tile:,} words x {found.geometry.hidden:,}"),
-        Term("dequantised matrix", matrix, "gpu", f"the largest, {files.matrix:,} elements, and scratch"),
+        Term("dequantised matrix", matrix, "gpu", f"the largest, {files.matrix:,} elements"),
         Term("last norm, vision tower", files.staying, "gpu", "as stored"),
         trained,
     ]
@@ -341,15 +358,30 @@ def _activations(config: Config, files: Files, found: Budget) -> Iterator[Term]:
     one = tensor_bytes(positions, geometry.hidden, itemsize=itemsize)
     for term in found.terms:
         if term.name in ("layer inputs", "offloaded layer inputs"):
-            yield replace(term, bytes=packs * term.bytes, formula=f"{packs} packs x ({term.formula})")
+            yield replace(term, bytes=packs * term.bytes, formula=f"{counted(packs, 'pack')} x ({term.formula})")
         elif term.name in ("one layer recomputed", "gradients in the layer", "logits of a chunk"):
             yield term
+    if not config.slurm.gpus_per_node and files.matrix:
+        scratch, lull = min(files.matrix, SCRATCH[0]) * SCRATCH[1], _lull(config, found)
+        yield Term("scratch of dequantising", max(0, scratch - lull), "gpu", "what a lull has no room for", "layer")
     adapters = next(term for term in found.terms if term.name == "trained parameters").bytes // budget.MASTER_BYTES
     tables = tensor_bytes(packs * positions, 2 * int(geometry.text["head_dim"]), itemsize=itemsize)
     copies = tensor_bytes(2 * adapters // geometry.layers, itemsize=itemsize)
-    yield Term("rotary tables, copies", tables + copies, "gpu", f"of {packs} packs; a block's adapters and gradients")
-    yield Term("residual stream", packs * one, "gpu", f"{packs} packs: a gradient on the way down")
+    yield Term(
+        "rotary tables, copies",
+        tables + copies,
+        "gpu",
+        f"of {counted(packs, 'pack')}; a block's adapters and gradients",
+    )
+    yield Term("residual stream", packs * one, "gpu", f"{counted(packs, 'pack')}: a gradient on the way down")
     width = geometry.hidden * (itemsize + 4)
-    what = f"{packs} x {rows:,} rows: inputs and float32 gradient"
+    what = f"{packs} x {counted(rows, 'row')}: inputs and float32 gradient"
     yield Term("prediction rows", packs * rows * width, "gpu", what, "loss")
     yield Term("last norm's own", 3 * 4 * positions * geometry.hidden, "gpu", "three float32 copies", "loss")
+
+
+def _lull(config: Config, found: Budget) -> int:
+    """Bytes less than at its worst moment that the layer which needs the most has when it reads its matrices."""
+    layers = range(found.geometry.layers)
+    inside = (LayerBytes.of(config, found.kernels, found.geometry, layer, found.shape) for layer in layers)
+    return max(inside, key=LayerBytes.total).lull

@@ -12,6 +12,7 @@ from configs import compose
 from configs.schema import AdapterConfig, Config, MemoryConfig, ModelConfig, SlurmConfig
 from prefix_train.budget import GIB, Shape, predict, tensor_bytes
 from prefix_train.budget_choices import RESERVE, Room, choices, describe, judge, largest_pack, scaled, summary
+from prefix_train.shape import Call
 from tests.unit.test_budget import PACK, config
 from tests.unit.test_geometry import MODELS
 
@@ -74,7 +75,7 @@ def test_a_scaled_shape_keeps_proportions() -> None:
     assert scaled(PACK, PACK.positions) == PACK
     half = scaled(PACK, 72_000)
     assert (half.segments, half.inner, half.chunks, half.rows) == (41, 1, 1140, 4000)
-    assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1, 1, 1, 7)
+    assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1, 1, 1, 7, 0, (Call(1, 1, 10, 1, 0, 0, 0),))
 
 
 def room(gpu: int, host: int | None = None) -> Room:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import gc
 import itertools
 import json
@@ -442,3 +444,29 @@ def test_a_place_where_no_store_can_be_is_one_line(tmp_path: Path, where: str) -
     with pytest.raises(UserError, match=r"no store can be made in .*: give another --out$") as found:
         converted(saved(tmp_path / "model"), folder)
     assert "\n" not in str(found.value)
+
+
+def test_what_a_build_did_not_write_itself_stays(tmp_path: Path) -> None:
+    """Only what a killed build was writing is removed."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for name in (".mine", ".block.0.bin.host.1.tmp"):
+        (folder / name).write_text("x")
+    converted(saved(tmp_path / "model"), folder)
+    assert sorted(path.name for path in folder.glob(".*")) == [".mine"]
+
+
+def test_a_lock_that_cannot_be_had_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match=r"building\.lock cannot be locked: No locks available: give another --out"):
+        converted(saved(tmp_path / "model"), tmp_path / "store")
+
+
+def test_a_folder_that_takes_no_files_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    (folder / build.LOCK).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no store can be made in .*: Is a directory: give another --out"):
+        converted(saved(tmp_path / "model"), folder)

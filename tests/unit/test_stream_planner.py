@@ -16,7 +16,7 @@ from configs.schema import Config
 from prefix_train.budget import GIB
 from prefix_train.geometry import Geometry
 from prefix_train.shape import Shape
-from prefix_train.stream import planner, schedule
+from prefix_train.stream import origin, planner, schedule
 from prefix_train.stream.schedule import Schedule
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs" / "stream-32b-6gb.yaml"
@@ -128,6 +128,60 @@ def test_a_tenth_less_than_the_plan_is_refused_with_what_would_fit() -> None:
         assert planner.make(compose.with_changes(config, line.split())).fits, line
 
 
+SMALL = {
+    **{"model_type": "qwen3", "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 2048},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32000},
+}
+SMALL_HYBRID = {
+    **SMALL,
+    **{"model_type": "qwen3_5_text", "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}
+PACKS = [
+    ([3000], [-1], 1500),
+    ([2000, *[32] * 60], [-1, *[0] * 60], 900),
+    ([1500, 500, 200, 200, 600], [-1, 0, 1, 1, 0], 40),
+    ([300, 300, 300], [-1, -1, -1], 900),
+]
+OPTIONS = [
+    [],
+    ["memory.offload=none", "stream.resident_blocks=2"],
+    ["train.loss_chunk_words=0", "train.loss_chunk_rows=4096"],
+    ["pack.packs_per_update=3", "stream.packs_per_visit=3", "stream.slots=4"],
+    ["memory.tile_rows=0", "adapter.dropout=0.1"],
+    ["stream.graphs=on", "adapter.masks=counted", "adapter.dropout=0.1", "stream.resident_blocks=6"],
+    ["slurm.gpus_per_node=0", "model.deltanet=auto"],
+]
+
+
+@pytest.mark.parametrize("pack", PACKS, ids=["one", "short", "deep", "roots"])
+@pytest.mark.parametrize("sizes", [SMALL, SMALL_HYBRID], ids=["plain", "hybrid"])
+def test_whatever_a_refusal_suggests_is_accepted(sizes: dict[str, Any], pack: Any) -> None:
+    """One suggestion at a time, as it would be written behind the command."""
+    lengths, parents, rows = pack
+    shape, refused = Shape.of(lengths, parents, rows), 0
+    sizes_are = (f"model.build={json.dumps(sizes)}", f"pack.max_positions={sum(lengths)}", "pack.min_shared=1")
+    for options in OPTIONS:
+        config = recipe(*sizes_are, *options)
+        least = planner.make(compose.with_changes(config, ["stream.budget_gib=0.01"]), shape)
+        fixed = sum(
+            term.bytes for term in least.budget.terms if term.name in ("CUDA context", "workspaces", "fragments")
+        )
+        for share in (0.9, 0.3):
+            limit = (fixed + share * (least.needed - fixed)) / GIB
+            small = compose.with_changes(config, [f"stream.budget_gib={limit}"])
+            plan = planner.make(small, shape)
+            with pytest.raises(UserError, match="is too small") as found:
+                plan.refuse()
+            refused += 1
+            for line in plan.would_fit():
+                assert line in str(found.value)
+                changed = planner.make(compose.with_changes(small, line.split()), shape)
+                assert changed.fits, (options, share, line)
+                changed.refuse()
+    assert refused == 2 * len(OPTIONS)
+
+
 def test_advice_names_the_host_where_inputs_lie_on_the_device() -> None:
     config = recipe("memory.offload=none", "stream.resident_blocks=0")
     plan = planner.make(config)
@@ -159,12 +213,16 @@ def test_sizes_of_a_store_that_is_there_are_its_own(tmp_path: Path) -> None:
         for index in range(64)
     ]
     listed += [{"name": "final_norm", "nbytes": 77, "tensors": []}]
-    (tmp_path / planner.MANIFEST).write_text(json.dumps({"blocks": listed}))
+    path = tmp_path / origin.MANIFEST
+    path.write_text(json.dumps({"format": origin.FORMAT, "blocks": listed}))
     config = recipe(f"stream.store={tmp_path}")
     files = planner.Files.of(config, Geometry.of(MODEL))
     assert files == planner.Files(tuple(range(500, 564)), 1000, 77, 120, str(tmp_path))
-    (tmp_path / planner.MANIFEST).write_text("{}")
+    path.write_text(json.dumps({"format": origin.FORMAT}))
     with pytest.raises(UserError, match="cannot be read as a store's manifest"):
+        planner.make(config)
+    path.write_text(json.dumps({"format": origin.FORMAT + 1, "blocks": listed}))
+    with pytest.raises(UserError, match=r"manifest.json: format 2, and 1 is expected .a newer prefix-train wrote it"):
         planner.make(config)
 
 
