@@ -66,8 +66,9 @@ class Family:
     """The softmax mixer takes its sliding window from the configuration when it runs."""
     one_input: str | None = None
     """The entrance that refuses embeddings beside the ids that say where the images' go."""
-    between_layers: bool = False
-    """The decoder adds features of images to the hidden states between its layers."""
+    between_layers: str | None = None
+    """The decoder's method that adds features of images to what its first layers put out: hidden states [1, T, hidden],
+    a mask [1, T] of the images' positions, features [images' positions, hidden]."""
 
     def kind(self, module: nn.Module) -> str:
         """Name of the module's class in this family, or of its own class where it is none of this family's."""
@@ -135,7 +136,7 @@ def _qwen3_vl(name: str, file: str, *more: str) -> Family:
         tokenwise=(f"{name}TextMLP", f"{name}TextRMSNorm", *more),
         three_dimensional=True,
         one_input=f"{name}Model",
-        between_layers=True,
+        between_layers="_deepstack_process",
     )
 
 
@@ -326,16 +327,6 @@ def _refuse_rotary(name: str, rotary: Any) -> None:
     for kind in kinds:
         if kind in LENGTH_BOUND_ROTARY:
             raise NotExact(f"{name}: {kind} frequencies depend on the longest sequence in a buffer")
-
-
-def refuse_streaming(decoder: nn.Module) -> None:
-    """Raise NotExact where more is computed between the layers of `decoder` than hidden states being handed on."""
-    for family in FAMILIES.values():
-        if family.between_layers and family.kind(decoder) == family.decoder:
-            raise NotExact(
-                f"engine=stream computes layer by layer, and {family.decoder} adds features of images between its "
-                "layers: set engine=sharded"
-            )
 
 
 def _refuse_replaced(name: str, module: nn.Module, family: Family) -> None:

@@ -27,7 +27,7 @@ from prefix_train import attention as attention_kernels
 from prefix_train import deltanet as deltanet_kernels
 from prefix_train import fused, inputs
 from prefix_train import heads as heads_kernels
-from prefix_train.families import NotExact, Parts, find_parts, refuse_inexact, refuse_streaming
+from prefix_train.families import NotExact, Parts, find_parts, refuse_inexact
 from prefix_train.layout import Layout
 
 ATTENTION_NAME = "shared_prefix"
@@ -84,6 +84,7 @@ class Handle:
     """An installed patch. `remove()` undoes it.
 
     attention, deltanet, heads: kernels as asked for. parts: the modules that are patched. patches: what was replaced.
+    by_layers: somebody else runs the decoder's layers one by one and checks what reached them.
     """
 
     def __init__(self, model: nn.Module, parts: Parts, attention: str, deltanet: str, heads: str) -> None:
@@ -91,23 +92,9 @@ class Handle:
         self.attention, self.deltanet, self.heads = attention, deltanet, heads
         self.reached: dict[str, Layout] = {}
         self.ids: Tensor | None = None
-        self._by_layers = False
+        self.by_layers = False
         self.probing = False
         self.patches = self._plan()
-
-    @property
-    def by_layers(self) -> bool:
-        """Somebody else runs the decoder's layers one by one and checks what reached them.
-
-        Raises NotExact when it is set for a decoder that computes more than its layers.
-        """
-        return self._by_layers
-
-    @by_layers.setter
-    def by_layers(self, value: bool) -> None:
-        if value:
-            refuse_streaming(self.parts.decoder)
-        self._by_layers = value
 
     def install(self) -> None:
         """Apply every patch and probe; a failure leaves the model as it was."""

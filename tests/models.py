@@ -206,9 +206,6 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 WITHOUT_GATE = ("mixtral", "qwen3_moe", "qwen3_next")
 """Where no linear module is called gate_proj, or PEFT takes the name for a part of the experts."""
 
-STREAMED = tuple(name for name in FAMILIES if not name.startswith("qwen3_vl"))
-"""What `engine=stream` takes."""
-
 WITH_VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 

@@ -104,20 +104,15 @@ def gradient_error(family: str) -> float:
 
 
 def streams(family: str, folder: Path) -> bool:
-    """Is an update with weights that pass through equal, to the bit, to one where they stay? False: it is refused."""
+    """Is an update with weights that pass through equal, to the bit, to one where they stay?"""
     made = streaming.built(family, torch.bfloat16)
     images = family in models.WITH_VISION
     store = streaming.stored(made, folder / family, "nf4")
     config = streaming.options(torch.bfloat16, adapter={"targets": ["q_proj", "o_proj"]})
-    try:
-        both = streaming.pair(made, store, config, images=images)
-    except NotExact:
-        return False
+    both = streaming.pair(made, store, config, images=images)
     given = batches.batches(batches.make(made, 5, images=images), [[0, 1, 2], [3, 4]])
     mine, theirs = streaming.updated(both, given)
-    assert mine == theirs
-    assert streaming.unlike(streaming.gradient(both.stream), streaming.gradient(both.whole)) == []
-    return True
+    return mine == theirs and not streaming.unlike(streaming.gradient(both.stream), streaming.gradient(both.whole))
 
 
 def generates(model: PreTrainedModel, new: int = 5) -> bool:

@@ -217,6 +217,13 @@ class Streamed(models.Root):
                 self.limit = None  # it will not say later either
         return found | self._told
 
+    def add_features(self, hidden: Tensor, where: Tensor, features: Tensor) -> Tensor:
+        """As the decoder does behind some of its layers; see `Family.between_layers`."""
+        name = self.handle.parts.family.between_layers
+        assert name is not None
+        added: Tensor = getattr(self.anatomy.decoder, name)(hidden, where, features)
+        return added
+
     def measure_pace(self, positions: int) -> Pace:
         """Measure what bounds an update, with products of as many rows as a pack of so many positions has."""
         memory = (*self.ring.slots, *self.ring.stay)[0]

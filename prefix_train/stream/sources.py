@@ -29,7 +29,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from configs.errors import UserError
 from configs.modelpath import is_gguf, locate
 from configs.schema import ModelConfig
-from prefix_train import families, geometry, gguf_config, model, tiny
+from prefix_train import geometry, gguf_config, model, tiny
 from prefix_train.stream import origin, places
 from prefix_train.stream.origin import files_of, identify
 from prefix_train.stream.places import Parts, parts_of_weight
@@ -62,7 +62,6 @@ def open_source(config: ModelConfig) -> Source:
     if config.path is None:
         return of_model(tiny.build_model(config.build, config.seed, model.DTYPES[config.dtype]), identify(config))
     skeleton, path, files = model.skeleton(config), locate(config.path), files_of(config)
-    families.refuse_streaming(skeleton.get_decoder())
     if (quantised := getattr(skeleton.config, "quantization_config", None)) is not None:
         kind = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
         raise UserError(f"{path} is quantised already ({kind}); give the model in 16 or 32 bits")

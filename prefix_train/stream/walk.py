@@ -9,7 +9,7 @@ packs' order, straight into the trained parameters: a sum over packs has the ord
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,30 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Passage:
-    """One pack on its way. calls: what each block is given besides the hidden states, [1, T, D].
+class Added:
+    """Features of images that the decoder adds to what a block puts out (DeepStack, https://arxiv.org/abs/2406.04334).
 
-    entry: what the first block is given, with the graph that made it; none where nothing before the blocks learns.
+    where: [1, T] bool. features: [images' positions, D], with their graph where something learns from them. grad: of
+    them, once the way down has come by.
+    """
+
+    where: Tensor
+    features: Tensor
+    grad: Tensor | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether something is trained that the features come from."""
+        return self.features.requires_grad
+
+
+@dataclass
+class Passage:
+    """One pack on its way. calls: what each block is given besides the hidden states, [1, T, D]. added: by the block
+    behind which they are.
+
+    entry: what the first block is given, with the graph that made it; none where nothing before the blocks learns, and
+    then nothing learns from `added` either: mergers are trained all together or not at all.
     inputs: of each block so far, kept for its backward. head: its prediction rows, once they are computed. grad: of
     what the block that comes next on the way down has put out. play: its recorded launches, where there are any.
     """
@@ -40,6 +60,7 @@ class Passage:
     batch: Batch
     entry: Tensor | None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    added: dict[int, Added]
     hidden: Tensor
     inputs: Inputs
     head: PassingHead | None = None
@@ -84,8 +105,7 @@ class Walk:
                     if index >= self._lowest_of(passage):
                         self._fall(passage, index, memory)
         for passage in self.passages:
-            if passage.entry is not None:
-                torch.autograd.backward(passage.entry, passage.grad)
+            self._leave(passage)
             if passage.play is not None:
                 passage.play.release()
         self.passages.clear()
@@ -94,11 +114,23 @@ class Walk:
         """Everything before the first block, through the model's own forward, in which blocks only take notes."""
         root = self.root
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        with torch.set_grad_enabled(self.learning), root.copies or nullcontext(), _noting(root, calls):
+        added: dict[int, Added] = {}
+        with torch.set_grad_enabled(self.learning), root.copies or nullcontext(), _noting(root, calls, added):
             entry: Tensor = root.anatomy.body(**root._inputs(batch)).last_hidden_state
         play = root.graphs.enter(batch.layout, calls) if root.graphs is not None and self.learning else None
         inputs = Inputs(root.offload)
-        return Passage(batch, entry if entry.requires_grad else None, calls, entry.detach(), inputs, play=play)
+        learns = entry if entry.requires_grad else None
+        return Passage(batch, learns, calls, added, entry.detach(), inputs, play=play)
+
+    def _leave(self, passage: Passage) -> None:
+        """Backward through what came before the blocks, in one pass, since what they share is kept for one."""
+        if passage.entry is None:
+            return
+        learning = [added for added in passage.added.values() if added.learns]
+        torch.autograd.backward(
+            [passage.entry, *(added.features for added in learning)],
+            [passage.grad, *(added.grad for added in learning)],
+        )
 
     def _rise(self, passage: Passage, index: int, layer: nn.Module, memory: Tensor) -> None:
         args, kwargs = passage.calls[index]
@@ -106,9 +138,11 @@ class Walk:
             passage.inputs.push(passage.hidden)
         if passage.play is not None and passage.play.ready(index, memory):
             passage.hidden = passage.play.up(index, memory, passage.hidden)
-            return
-        passage.hidden = layer(passage.hidden, *args, **kwargs)
-        self.root.handle.check_reached(passage.batch.layout, index)
+        else:
+            passage.hidden = layer(passage.hidden, *args, **kwargs)
+            self.root.handle.check_reached(passage.batch.layout, index)
+        if added := passage.added.get(index):
+            passage.hidden = self.root.add_features(passage.hidden, added.where, added.features)
 
     def _losses(self) -> list[Out]:
         """The head passes by all packs' prediction rows."""
@@ -144,6 +178,9 @@ class Walk:
     def _fall(self, passage: Passage, index: int, memory: Tensor) -> None:
         """One block, once more and backward."""
         args, kwargs = passage.calls[index]
+        if (added := passage.added.get(index)) and added.learns:
+            assert passage.grad is not None
+            added.grad = passage.grad[added.where].to(added.features.dtype)
         source, wanted = passage.inputs.pop(), index > self._lowest_of(passage) or passage.entry is not None
         if passage.play is not None and passage.play.ready(index, memory, wanted):
             assert passage.grad is not None
@@ -198,28 +235,40 @@ class Down(torch.autograd.Function):
 
 
 @contextmanager
-def _noting(root: Streamed, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
-    """Blocks note in `calls` what they are given, and pass hidden states on; so does the last norm."""
+def _noting(
+    root: Streamed, calls: list[tuple[tuple[Any, ...], dict[str, Any]]], added: dict[int, Added]
+) -> Iterator[None]:
+    """Blocks note in `calls` what they are given, and pass hidden states on; so does the last norm. What is added to
+    their outputs is noted in `added`."""
 
     def note(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         calls.append((args, kwargs))
         return hidden
 
-    with _in_place_of(root.anatomy.layers, note), _in_place_of([root.norm], lambda hidden: hidden):
+    def note_added(hidden: Tensor, where: Tensor, features: Tensor) -> Tensor:
+        added[len(calls) - 1] = Added(where, features)
+        return hidden
+
+    decoder, between = root.anatomy.decoder, root.handle.parts.family.between_layers
+    with ExitStack() as noting:
+        noting.enter_context(_in_place_of(root.anatomy.layers, note))
+        noting.enter_context(_in_place_of([root.norm], lambda hidden: hidden))
+        if between is not None:
+            noting.enter_context(_in_place_of([decoder], note_added, between))
         yield
 
 
 @contextmanager
-def _in_place_of(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
-    """Modules whose forward is another for a while."""
-    own = [vars(module).get("forward") for module in modules]
+def _in_place_of(modules: Sequence[nn.Module], function: Any, name: str = "forward") -> Iterator[None]:
+    """Modules whose method `name` is another for a while."""
+    own = [vars(module).get(name) for module in modules]
     for module in modules:
-        module.forward = forward
+        setattr(module, name, function)
     try:
         yield
     finally:
         for module, before in zip(modules, own, strict=True):
             if before is None:
-                del module.forward
+                delattr(module, name)
             else:
-                module.forward = before
+                setattr(module, name, before)

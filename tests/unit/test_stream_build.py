@@ -67,15 +67,7 @@ def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path) -> None:
     assert all(torch.equal(parameter, wanted[name]) for name, parameter in skeleton.named_parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
-def test_no_store_is_made_of_what_cannot_stream(tmp_path: Path, family: str) -> None:
-    source = saved(tmp_path / "model", family)
-    with pytest.raises(UserError, match="adds features of images between its layers: set engine=sharded"):
-        converted(source, tmp_path / "store")
-    assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize("family", models.STREAMED)
+@pytest.mark.parametrize("family", models.FAMILIES)
 def test_shards_become_what_transformers_loads(tmp_path: Path, family: str) -> None:
     """With its renamings and conversions: a checkpoint has experts one by one, the model has them fused."""
     source = saved(tmp_path / "model", family)

@@ -164,7 +164,7 @@ def test_what_can_run_is_not_refused_and_its_store_stands_in_the_configuration_b
     assert config.stream.store == str(store)
 
 
-@pytest.mark.parametrize("family", models.STREAMED)
+@pytest.mark.parametrize("family", models.FAMILIES)
 def test_a_store_of_every_family_is_known_again(tmp_path: Path, family: str) -> None:
     """What the manifest says of sizes is transformers' whole configuration, not the folder's few lines."""
     models.build(family).save_pretrained(tmp_path / "model")
