@@ -102,7 +102,7 @@ def test_the_plan_of_relative_paths_is_found_when_submitting(
     here, carrier = tmp_path / "here", tmp_path / "carrier_of_models"
     for folder in (here, carrier):
         folder.mkdir()
-    exported.model_folder((carrier if model.startswith("package:") else here) / "m")
+    exported.text_folder((carrier if model.startswith("package:") else here) / "m")
     (carrier / "__init__.py").touch()
     chats.write(tmp_path / "d.jsonl", [chats.row(f"Which is {n}?") for n in range(4)])
     config = {
