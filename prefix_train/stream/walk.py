@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,12 +60,12 @@ class Passage:
     batch: Batch
     entry: Tensor | None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    added: dict[int, Added]
     hidden: Tensor
     inputs: Inputs
     head: PassingHead | None = None
     grad: Tensor | None = None
     play: Play | None = None
+    added: dict[int, Added] = field(default_factory=dict)
 
 
 class Walk:
@@ -120,7 +120,7 @@ class Walk:
         play = root.graphs.enter(batch.layout, calls) if root.graphs is not None and self.learning else None
         inputs = Inputs(root.offload)
         learns = entry if entry.requires_grad else None
-        return Passage(batch, learns, calls, added, entry.detach(), inputs, play=play)
+        return Passage(batch, learns, calls, entry.detach(), inputs, play=play, added=added)
 
     def _leave(self, passage: Passage) -> None:
         """Backward through what came before the blocks, in one pass, since what they share is kept for one."""
