@@ -134,7 +134,7 @@ def scaled(shape: Shape, positions: int) -> Shape:
         return -(-count * positions // shape.positions)
 
     pairs = shape.pairs * positions**2 // shape.positions**2
-    names = ("segments", "inner", "chunks", "rows", "level", "level_chunks", "piece", "reordered")
+    names = ("segments", "inner", "chunks", "rows", "level", "level_chunks", "piece", "joined", "reordered")
     counts = {name: grow(getattr(shape, name)) for name in names}
     calls = (
         replace(call, **{name: grow(count) for name, count in asdict(call).items() if name != "chunk"})

@@ -125,7 +125,7 @@ def mixer_gradient_bytes(
 ) -> int:
     """What the backward of one layer's token mixer makes beside what it kept, less what it has let go of by then.
 
-    joined: attention's heads are not parted in groups, and all pieces' gradients of queries are there at once.
+    joined: attention's heads are not parted in groups, and gradients of queries wait for those of the last piece.
     Attention: the gradients of what came in, but for a group of heads made before their pieces' tensors
     (`pieces_bytes`); without a gate the output's, for it is kept; the residual sum's. Gated DeltaNet, whose backward
     computes a depth's tensors again: nine as wide as the values (what its chunks are condensed to, and gradients), and
@@ -134,12 +134,14 @@ def mixer_gradient_bytes(
     if layer_type == "full_attention":
         size = int(geometry.text["head_dim"])
         heads, positions = (geometry.query_width // size, geometry.key_width // size), shape.positions
-        given = (heads, size, positions, shape.piece, shape.segments == 1, itemsize)
-        groups = 1 if joined else head_groups(*given)
-        width = (geometry.query_width + 2 * geometry.key_width) * (groups > 1 or joined)
-        width += geometry.query_width * joined
-        width += geometry.query_width * (not geometry.gated)
-        return pieces_bytes(*given) // groups + positions * width * itemsize
+        single, own = shape.segments == 1, positions * geometry.query_width * (not geometry.gated) * itemsize
+        if joined:
+            wider = 0 if single else 4 * positions * 2 * geometry.key_width
+            return shape.joined * geometry.query_width * itemsize + 2 * 4 * positions * heads[0] + wider + own
+        given = (heads, size, positions, shape.piece, single, itemsize)
+        groups = head_groups(*given)
+        width = (geometry.query_width + 2 * geometry.key_width) * (groups > 1)
+        return pieces_bytes(*given) // groups + positions * width * itemsize + own
     states = 2 * shape.level_chunks * geometry.state_elements
     return ((9 * shape.level - shape.positions) * geometry.linear_value_width + states) * itemsize
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 DELTA_CHUNK = 64
 """Tokens per chunk of the delta rule: its kernels keep one state per chunk."""
@@ -62,8 +63,9 @@ class Shape:
     per segment. rows: prediction rows that go through the head. level, level_chunks: tokens and chunks of the depth
     that has most tokens: a recurrent kernel runs over one depth at a time. piece: most of 3 x queries + 4 x keys over
     the dense pieces of attention: copies of keys and values for each query head, their gradients, and the queries', in
-    the kernel's float32 too. reordered: positions that have to be sorted by depth. calls: of recurrent kernels, by
-    depth.
+    the kernel's float32 too. joined: as `piece`, while there are also the gradients of queries that all pieces before
+    it gave, or all of them and what they come to. reordered: positions that have to be sorted by depth. calls: of
+    recurrent kernels, by depth.
     """
 
     positions: int
@@ -75,6 +77,7 @@ class Shape:
     level: int
     level_chunks: int
     piece: int
+    joined: int
     reordered: int
     calls: tuple[Call, ...]
 
@@ -94,17 +97,34 @@ class Shape:
             tokens[depth] += length
             of_level[depth] += count
         level = max(tokens, key=lambda depth: (tokens[depth], of_level[depth]), default=0)
-        together = Counter[int]()
-        for length in lengths:
-            together[length] += 7 * length
-        reads = (
-            3 * (under - length) + 4 * length for under, length in zip(below, lengths, strict=True) if under > length
-        )
+        pieces = list(_pieces(lengths, below))
         return cls(
             sum(lengths), visible_pairs(lengths, parents), len(lengths), len(set(parents) - {-1}), sum(chunks), rows,
-            tokens[level], of_level[level], max(max(together.values(), default=0), max(reads, default=0)),
-            sum(lengths) * (depths != sorted(depths)), tuple(_calls(lengths, parents, depths)),
+            tokens[level], of_level[level], max((3 * queries + 4 * keys for queries, keys in pieces), default=0),
+            _joined(pieces, sum(lengths)), sum(lengths) * (depths != sorted(depths)),
+            tuple(_calls(lengths, parents, depths)),
         )  # fmt: skip
+
+
+def _pieces(lengths: Sequence[int], below: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Queries and keys of each dense piece of attention, in the order in which they are computed.
+
+    Segments of one length together, the short ones first, each seeing itself; then, for each segment, what is below it.
+    """
+    for length, count in sorted(Counter(lengths).items()):
+        yield count * length, count * length
+    for under, length in zip(below, lengths, strict=True):
+        if under > length:
+            yield under - length, length
+
+
+def _joined(pieces: Sequence[tuple[int, int]], positions: int) -> int:
+    """See `Shape.joined`."""
+    if len(pieces) < 2:
+        return sum(3 * queries + 4 * keys for queries, keys in pieces)
+    before = list(accumulate((queries for queries, _ in pieces), initial=0))
+    moments = (there + 3 * queries + 4 * keys for there, (queries, keys) in zip(before, pieces, strict=False))
+    return max(*moments, before[-1] + positions)
 
 
 def _calls(lengths: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Iterator[Call]:

@@ -66,6 +66,27 @@ def test_a_block_takes_what_is_planned(sizes: dict[str, Any], lengths: list[int]
     assert live.up < live.peak
 
 
+@pytest.mark.parametrize("newest", [("attention=joined",), ("attention=joined", "heads=fused", "elementwise=fused")])
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "parents"),
+    [
+        pytest.param({}, *PACK, id="32B, a pack"),
+        pytest.param(NARROW, *PACK, id="attention, a pack"),
+        pytest.param(NARROW, *DEEP, id="attention, a tree"),
+        pytest.param(NARROW, *SHORT, id="attention, short segments"),
+        pytest.param(NARROW, [8192], [-1], id="attention, 8,192"),
+        pytest.param(GATED | NARROW, *DEEP, id="attention with a gate, a tree"),
+    ],
+)
+def test_the_newest_kernels_take_what_is_planned(
+    newest: tuple[str, ...], sizes: dict[str, Any], lengths: list[int], parents: list[int]
+) -> None:
+    config = options(sum(lengths), sizes, *(f"model.{choice}" for choice in newest))
+    with block_bytes.kernels():
+        live = block_bytes.count(config, lengths, parents)
+    assert live.peak == pytest.approx(planned(config, lengths, parents), rel=0.05), live.largest[:20]
+
+
 def test_flash_attention_takes_as_much() -> None:
     config = options(sum(PACK[0]), NARROW)
     with block_bytes.kernels(cudnn=False):

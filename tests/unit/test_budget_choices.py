@@ -75,7 +75,7 @@ def test_a_scaled_shape_keeps_proportions() -> None:
     assert scaled(PACK, PACK.positions) == PACK
     half = scaled(PACK, 72_000)
     assert (half.segments, half.inner, half.chunks, half.rows) == (41, 1, 1140, 4000)
-    assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1, 1, 1, 7, 0, (Call(1, 1, 10, 1, 0, 0, 0),))
+    assert scaled(Shape.of([10], [-1], 1), 1) == Shape(1, 0, 1, 0, 1, 1, 1, 1, 7, 7, 0, (Call(1, 1, 10, 1, 0, 0, 0),))
 
 
 def room(gpu: int, host: int | None = None) -> Room:
