@@ -13,6 +13,7 @@ import prefix_train
 from configs import runfolder
 from configs.errors import UserError
 from configs.schema import Config
+from configs.wording import counted
 from prefix_train import kernel_choice
 
 GATE = "gate"
@@ -94,8 +95,9 @@ def text(found: dict[str, Any]) -> str:
     lines = ["the gate has passed"] if found[GATE].get("passed") else []
     for row in _whole(found["rows"]):
         case, memory = row["case"], row["memory"]
+        layers = counted(case["layers"], "layer") if case["layers"] else "all layers"
         lines.append(
-            f"{row['row']:<11} {case['layers'] or 'all'} layers, {case['prefix']:,} + {case['continuations']} x "
+            f"{row['row']:<11} {layers}, {case['prefix']:,} + {case['continuations']} x "
             f"{case['length']:,}: first {row['first_s']:.1f} s, then {row['median_s']:.2f} s "
             f"({row['min_s']:.2f} to {row['max_s']:.2f}); {row['positions_per_s']:,.0f} positions/s, "
             f"{row['logical_per_s']:,.0f} logical tokens/s; {row['model_tflops']:.0f} TFLOP/s of the model, "

@@ -328,7 +328,7 @@ def describe(offload: Offload) -> str:
     more = f" and middles of {offload.middles}" if offload.middles else ""
     return (
         f"offload: inputs of {counted(offload.count, 'layer')}{more} wait in {offload.pool.size / budget.GIB:.2f} GiB "
-        f"per rank, {chunks:,} chunks of {budget.PINNED_CHUNK / (1 << 20):g} MiB"
+        f"per rank, {counted(chunks, 'chunk')} of {budget.PINNED_CHUNK / (1 << 20):g} MiB"
     )
 
 
