@@ -4,8 +4,9 @@ A row is `{"id"?: text, "meta"?: anything, "tools"?: [...], "messages": [{"role"
 either text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "path/below/the/file.png"}`:
 transformers' convention, as are `tools` (JSON schemas), an assistant's `tool_calls` and the role `tool`. The last
 message is the assistant's; its text and calls are the target. Instead of a path an image may be a data URI; and it may
-stand in the row's list `images`, from which parts without an image of their own take theirs in order. `meta` is the
-user's own and is not read.
+stand in the row's list `images`, from which parts without an image of their own take theirs in order. What OpenAI's
+interface writes is read too: a call's arguments as the text of their object, and `{"type": "image_url", "image_url":
+{"url": ...}}`. `meta` is the user's own and is not read.
 
 Several answers to the same messages: `{"messages": [...], "targets": [...]}`, the messages without the last answer,
 each target a text, a list of parts or a whole message of the assistant's. The row then stands for as many examples,
@@ -20,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.errors import UserError
-from configs.wording import counted
+from configs.wording import counted, shown
+from prefix_train import strict_json
 
 KEYS = {
     "system": ("role", "content"),
@@ -143,12 +145,6 @@ def parse(record: Any, source: str, target: int | None = None) -> Conversation:
     return conversation
 
 
-def shown(value: object) -> str:
-    """A user's value for an error line: quoted, control characters escaped, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _with_images(messages: list[Any], images: Any, source: str) -> list[Any]:
     """The messages, with the row's `images` in the parts that have none of their own."""
     if not isinstance(images, list):
@@ -214,7 +210,7 @@ def _message(message: Any, source: str, where: str) -> Message:
     more = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
     for key, value in more.items():
         if key == "tool_calls":
-            _check_calls(value, source, f"{where}.tool_calls")
+            more[key] = _calls(value, source, f"{where}.tool_calls")
         else:
             _text(value, source, f"{where}.{key}")
     content = message.get("content")
@@ -228,21 +224,34 @@ def _message(message: Any, source: str, where: str) -> Message:
     return Message(role, _text(content, source, f"{where}.content"), more)
 
 
-def _check_calls(calls: Any, source: str, where: str) -> None:
+def _calls(calls: Any, source: str, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise UserError(f"{source}: {where} is {_kind(calls)}; write a list")
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
-            raise UserError(f"{source}: {where}[{index}] names no function; write {form}")
-        _refuse_unknown(call, ("type", "id", "function"), source, f"{where}[{index}]")
-        _refuse_unknown(function, ("name", "arguments"), source, f"{where}[{index}].function")
-        if not isinstance(arguments := function.get("arguments"), dict):
-            place = f"{where}[{index}].function.arguments"
-            raise UserError(f"{source}: {place} is {_kind(arguments)}; write an object, not its text")
-        for text in strings(call):
-            _text(text, source, f"{where}[{index}]")
+    return [_call(call, source, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _call(call: Any, source: str, where: str) -> dict[str, Any]:
+    """A call whose arguments are an object, also where they were its text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+        raise UserError(f"{source}: {where} names no function; write {form}")
+    _refuse_unknown(call, ("type", "id", "function"), source, where)
+    _refuse_unknown(function, ("name", "arguments"), source, f"{where}.function")
+    place, arguments = f"{source}: {where}.function.arguments", function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = strict_json.loads(arguments)
+        except ValueError as error:
+            raise UserError(f"{place} is no text of a JSON object: {error}") from error
+        except RecursionError:
+            raise UserError(f"{place} is nested too deeply") from None
+    if not isinstance(arguments, dict):
+        raise UserError(f"{place} is {_kind(arguments)}; write an object, or one as text")
+    made = {**call, "function": {**function, "arguments": arguments}}
+    for text in strings(made):
+        _text(text, source, where)
+    return made
 
 
 def _tools(tools: Any, source: str) -> tuple[dict[str, Any], ...]:
@@ -257,10 +266,21 @@ def _part(part: Any, source: str, where: str) -> Part:
     if not isinstance(part, dict):
         raise UserError(f'{source}: {where} is {_kind(part)}; write {{"type": "text", "text": ...}}')
     kind = part.get("type")
+    if kind == "image_url":
+        return Part("image", _text(_url(part, source, where), source, f"{where}.image_url"))
     if kind not in ("text", "image"):
         raise UserError(f"{source}: {where} has the type {shown(kind)}; write text or image")
     _refuse_unknown(part, ("type", kind), source, where)
     return Part(kind, _text(part.get(kind), source, f"{where}.{kind}"))
+
+
+def _url(part: dict[str, Any], source: str, where: str) -> Any:
+    """Of a part as OpenAI's interface has it; how sharply it looked at the image is its own affair."""
+    _refuse_unknown(part, ("type", "image_url"), source, where)
+    if not isinstance(given := part.get("image_url"), dict):
+        return given
+    _refuse_unknown(given, ("url", "detail"), source, f"{where}.image_url")
+    return given.get("url")
 
 
 def _text(value: Any, source: str, where: str) -> str:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from configs.errors import UserError
-from configs.wording import counted
+from configs.wording import counted, shown
 from prefix_train import chat, tables
-from prefix_train.chat import shown
 from prefix_train.prompts import Prompts
 from prefix_train.render import Example, Renderer
 from prefix_train.rows import JsonLines, Line, Rows, check_name

@@ -26,7 +26,7 @@ import PIL.ImageOps
 from numpy.typing import NDArray
 
 from configs.errors import UserError
-from prefix_train.chat import shown
+from configs.wording import shown
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """What is decoded; Pillow knows more, and hands some of it to other programs."""

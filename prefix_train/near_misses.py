@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.wording import counted
+from configs.wording import counted, shown
 from prefix_train import meetings
-from prefix_train.chat import shown
 from prefix_train.merging import Merger, merged
 from prefix_train.tree import Ints, Node, Trie
 

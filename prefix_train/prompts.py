@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from prefix_train.chat import shown
+from configs.wording import shown
 from prefix_train.rows import JsonLines, Line, check_name, decode_row
 
 ITEMS, SYSTEM = "items.jsonl", ("system.md", "system.txt")

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from transformers import MODEL_MAPPING, PreTrainedConfig
 
 from configs.errors import UserError
+from configs.wording import shown
 from prefix_train import chat
-from prefix_train.chat import Conversation, shown
+from prefix_train.chat import Conversation
 from prefix_train.images import ImageRef, ImageStore, Inline, Origin, decode, locate
 from prefix_train.template import ChatTemplate, Targets
 from prefix_train.tokens import Tokens, any_of

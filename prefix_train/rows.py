@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from configs.errors import UserError
-from prefix_train.chat import shown
+from prefix_train import strict_json
 
 MAX_LINE_BYTES = 256 << 20
 """A longer line is no chat row; it would only fill the memory."""
@@ -135,9 +134,7 @@ def decode_row(line: Line) -> Any:
         raise UserError(f"{line.source}: {line.wrong}")
     source, content = line.source, line.content if line.start else line.content.removeprefix(BYTE_ORDER_MARK)
     try:
-        return json.loads(
-            content.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        return strict_json.loads(content.decode())
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -151,22 +148,3 @@ def decode_row(line: Line) -> Any:
         raise UserError(f"{source}: the JSON is nested too deeply; a chat row has four levels") from None
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {shown(double)} stands twice in one object; write it once")
-    return values
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"{shown(text)} is too large for a number; write it as a text")
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value; write a number or null")

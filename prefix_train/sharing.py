@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.wording import counted
-from prefix_train.chat import shown
+from configs.wording import counted, shown
 from prefix_train.packing import Packer
 from prefix_train.tree import Forest, Ints
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from prefix_train.chat import shown
+from configs.wording import shown
 from prefix_train.rows import Line, check_name, decode_row
 
 COLUMNS = ("id", "messages", "targets", "tools", "images")

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jinja2
 
 from configs.errors import UserError
+from configs.wording import shown
 from prefix_train import chat
 from prefix_train.chat import Conversation, Message
 
@@ -136,7 +137,7 @@ def _check_nothing_lost(conversation: Conversation, text: str, answer: str, sour
                 raise UserError(f"{source}: the chat template drops or changes a tool call of messages[{index}]")
     for tool in conversation.tools:
         if isinstance(name := tool.get("function", tool).get("name"), str) and not _written(name, text):
-            raise UserError(f"{source}: the chat template drops the tool {chat.shown(name)}")
+            raise UserError(f"{source}: the chat template drops the tool {shown(name)}")
     if conversation.answer.split("</think>")[-1].strip() not in answer or not answer.strip():
         raise UserError(f"{source}: the chat template drops or changes the text of the answer")
 

@@ -11,6 +11,7 @@ import pytest
 from configs.errors import UserError
 from configs.schema import PackConfig
 from prefix_train import tiny
+from prefix_train.chat import parse
 from prefix_train.collate import collate, entry_weights
 from prefix_train.plan import plan_epoch
 from prefix_train.render import Example, Renderer
@@ -28,6 +29,10 @@ def call(city: Any = "Bern", name: str = "weather", **more: Any) -> dict[str, An
     """An assistant's turn that calls a function."""
     function = {"name": name, "arguments": {"city": city, "days": 2, "detailed": True}}
     return {"role": "assistant", "tool_calls": [{"type": "function", "id": "c1", "function": function}], **more}
+
+
+def called_with(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
 def turns(*answers: str) -> list[dict[str, Any]]:
@@ -127,6 +132,32 @@ def test_a_template_that_writes_the_last_answer_unlike_earlier_ones_is_refused_b
         renderer.render({"messages": turns("One.", "Two.")}, "d.jsonl:2", tmp_path)
 
 
+def test_images_may_stand_under_image_url() -> None:
+    def asked(**part: Any) -> dict[str, Any]:
+        content = [{"type": "image_url", **part}, {"type": "text", "text": "Which?"}]
+        return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "37"}]}
+
+    for given in ("scans/1.png", {"url": "scans/1.png"}, {"url": "scans/1.png", "detail": "low"}):
+        assert parse(asked(image_url=given), "d.jsonl:1").images == ["scans/1.png"]
+    for part, complaint in (
+        ({}, r"content\[0\].image_url is null; write a text"),
+        ({"image_url": {"uri": "a"}}, "image_url has the unknown key 'uri'; known are url, detail"),
+        ({"image_url": "a", "image": "b"}, "unknown key 'image'; did you mean image_url"),
+    ):
+        with pytest.raises(UserError, match=f"^d.jsonl:1: messages.*{complaint}"):
+            parse(asked(**part), "d.jsonl:1")
+
+
+def test_arguments_may_be_the_text_of_their_object() -> None:
+    """As OpenAI's interface writes them."""
+    asked = {"role": "user", "content": "Which?"}
+    whole = [{"messages": [asked, called_with(given)]} for given in ({"mark": 37}, ' {"mark":37}')]
+    mine, theirs = (parse(record, "d.jsonl:1") for record in whole)
+    assert mine == theirs
+    assert mine.messages[-1].calls == [{"name": "f", "arguments": {"mark": 37}}]
+    assert whole[1]["messages"][1] == called_with(' {"mark":37}'), "the row itself is left alone"
+
+
 @pytest.mark.parametrize(
     ("messages", "more", "complaint"),
     [
@@ -141,11 +172,16 @@ def test_a_template_that_writes_the_last_answer_unlike_earlier_ones_is_refused_b
         (
             [
                 *turns("One.")[:1],
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1'}}]},
             ],
             {},
-            r"arguments is a text; write an object, not its text",
+            r"arguments is no text of a JSON object: Expecting ',' delimiter",
         ),
+        ([*turns("One.")[:1], called_with('{"a": 1, "a": 2}')], {}, "'a' stands twice in one object"),
+        ([*turns("One.")[:1], called_with("[1]")], {}, "arguments is a list; write an object, or one as text"),
+        ([*turns("One.")[:1], called_with('{"a": NaN}')], {}, "NaN is no JSON value"),
+        ([*turns("One.")[:1], called_with("[" * 99_999)], {}, "arguments is nested too deeply"),
+        ([*turns("One.")[:1], called_with('{"a": "\\u0000"}')], {}, "holds a NUL"),
         ([{"role": "user", "content": "a", "tool_calls": []}, *turns("b")], {}, "unknown key 'tool_calls'"),
         (turns("One."), {"tools": {"name": "f"}}, "tools is no list of objects"),
         (turns("One."), {"tools": [{"name": "<|im_end|>"}]}, r"tools hold '<\|im_end\|>', a control token"),
