@@ -31,7 +31,19 @@ from prefix_train.budget import Shape
 from prefix_train.plan import RunPlan, plan_training
 from prefix_train.tree import Forest, Ints, Trie
 
-RENDERER = ("chat", "data", "images", "prompts", "render", "rows", "tables", "template", "tokens", "tree")
+RENDERER = (
+    "chat",
+    "data",
+    "images",
+    "prompts",
+    "render",
+    "rows",
+    "strict_json",
+    "tables",
+    "template",
+    "tokens",
+    "tree",
+)
 """Our modules that decide which tokens an example has and what examples share."""
 
 BUILDER = ("tiny.py", "demo/*.txt", "demo/*.jinja")

@@ -75,7 +75,7 @@ def require_format(path: Path, written: Any) -> None:
     if written == FORMAT:
         return
     newer = isinstance(written, int) and written > FORMAT
-    told = " (a newer prefix-train wrote it: update this one to use it)" if newer else ""
+    told = " (one of a newer version: update this program to use it)" if newer else ""
     raise UserError(f"{path}: format {written!r}, and {FORMAT} is expected{told}; build the store again")
 
 

@@ -113,13 +113,15 @@ class Files:
 class Plan:
     """What a run with packs of up to `pack.max_positions` needs. files: the store's. resident: blocks that stay.
 
-    limit: bytes of `stream.budget_gib`. shape: of the largest pack.
+    limit: bytes of `stream.budget_gib`. shape: of the largest pack. like: the pack whose proportions it has, or none if
+    it is one example.
     """
 
     config: Config
     files: Files
     resident: int
     shape: Shape
+    like: Shape | None = None
 
     @property
     def limit(self) -> int:
@@ -206,7 +208,7 @@ class Plan:
         return found
 
     def _does(self, config: Config) -> bool:
-        return rules.accepts(config) and make(config, self.shape, self.files).fits
+        return rules.accepts(config) and make(config, self.like, self.files).fits
 
     def _changes(self) -> Iterator[tuple[str, Config]]:
         for name, change in CHANGES:
@@ -314,10 +316,10 @@ def _records(config: Config) -> bool:
 def make(config: Config, shape: Shape | None = None, files: Files | None = None) -> Plan:
     """The plan of `config` for packs in the proportions of `shape`, grown to `pack.max_positions`."""
     most = config.pack.max_positions
-    shape = Shape.of([most], [-1], most) if shape is None else scaled(shape, most)
+    grown = Shape.of([most], [-1], most) if shape is None else scaled(shape, most)
     files = files or Files.of(config, Geometry.of(read_config(config.model)))
     blocks, asked = len(files.blocks), config.stream.resident_blocks
-    plan = Plan(config, files, 0 if asked == "auto" else min(int(asked), blocks), shape)
+    plan = Plan(config, files, 0 if asked == "auto" else min(int(asked), blocks), grown, shape)
     while asked == "auto" and plan.resident < blocks:
         more = replace(plan, resident=plan.resident + 1)
         if not more.fits:

@@ -13,6 +13,7 @@ import pytest
 from configs import compose, runfolder
 from configs.errors import UserError
 from configs.schema import Config, DataConfig, ModelConfig, PackConfig, SlurmConfig, TrainConfig
+from configs.wording import counted
 from prefix_train import heartbeat
 from slurm import causes, diagnose, ending, finish, life, live, local, policy, scheduler, standing, status
 from slurm.finish import Outcome
@@ -158,7 +159,7 @@ def test_a_mistake_within_a_rank_is_one_line(run: Path, ranks: int) -> None:
 def test_a_life_whose_ranks_ended_well_and_that_failed_is_explained(run: Path, ranks: int, said: str) -> None:
     for rank in range(ranks):
         heartbeat.ended(run, rank, 2)
-    assert "ranks of life 1 ended well" in diagnose.diagnose(run).text()
+    assert f"{counted(ranks, 'rank')} of life 1 ended well" in diagnose.diagnose(run).text()
     leave(run, finish.conclude(run, 0))
     assert diagnose.diagnose(run).text() == said + "\n"
 

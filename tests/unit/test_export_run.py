@@ -42,7 +42,7 @@ def test_weights_that_transformers_does_not_find(tmp_path: Path) -> None:
     run = run_of(tmp_path, "all")
     for path in (tmp_path / "source").glob("model*"):
         path.unlink()
-    refused(run, None, "run: its checkpoint or its model could not be read: .*no file named model.safetensors")
+    refused(run, None, r"source/model.safetensors does not exist: .*source is no complete model in safetensors format$")
 
 
 def test_weights_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

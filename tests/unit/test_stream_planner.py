@@ -222,7 +222,7 @@ def test_sizes_of_a_store_that_is_there_are_its_own(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read as a store's manifest"):
         planner.make(config)
     path.write_text(json.dumps({"format": origin.FORMAT + 1, "blocks": listed}))
-    with pytest.raises(UserError, match=r"manifest.json: format 2, and 1 is expected .a newer prefix-train wrote it"):
+    with pytest.raises(UserError, match=r"manifest.json: format 2, and 1 is expected .one of a newer version: update"):
         planner.make(config)
 
 
